@@ -1,0 +1,13 @@
+"""The base of every error that a user can mend."""
+
+
+class SpecrunError(Exception):
+    """Bad input or an unfit machine. The message is one line: what was got, what was expected, what to do.
+
+    The command line prints it without a traceback. Each stage derives its own errors from this class;
+    anything else that escapes is a defect of specrun.
+    """
+
+
+class UnfitError(SpecrunError):
+    """The machine cannot do what was asked: memory, disk or a missing package."""

@@ -1,0 +1,144 @@
+"""The bundle: the directory that a build leaves and a deployment loads, and its manifest.
+
+    BUNDLE/
+      manifest.json                    what is inside, with the hash of every other file
+      target/model.onnx, model.onnx.data, tokenizer.json [, chat_template.jinja]
+      draft/ ...                       the same, where the bundle has a draft model
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrun.engines.errors import SpecrunError
+from specrun.engines.schema import SchemaError, from_json, to_json
+from specrun.engines.signature import Signature
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TARGET, DRAFT = "target", "draft"
+ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
+
+DRAFT_MODEL, NGRAM = "draft-model", "ngram"
+
+HASH_CHUNK_BYTES = 1 << 22
+
+
+class BundleError(SpecrunError):
+    """A bundle is missing, incomplete, edited, or of another format version."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileEntry":
+        state = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK_BYTES):
+                state.update(chunk)
+        return cls(bytes=path.stat().st_size, sha256=state.hexdigest())
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of a bundle: identity, graph and vocabulary."""
+
+    name: str
+    family: str  # transformers' model_type
+    parameters: int
+    max_context: int  # tokens, as trained
+    signature: Signature
+    cache_dtype: str  # NumPy name of the element type of the KV cache
+    vocabulary_size: int  # logits beyond it are padding and are never chosen
+    vocabulary_sha256: str
+    special_tokens: dict[str, str]  # by role ("bos_token", ...), for chat templates
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a runner must know before it loads a weight."""
+
+    format_version: int
+    backend: str  # "ort"
+    precision: str  # "fp32" | "fp16"
+    capacity: int  # tokens that the target's KV cache can hold
+    draft_capacity: int  # the same of the draft; 0 without a draft
+    k: int  # default number of drafted tokens per round
+    widths: tuple[int, ...]  # tokens per call: plain decoding, verification, prefill chunk
+    draft_method: str  # default proposer: "draft-model" | "ngram"
+    target: ModelEntry
+    draft: ModelEntry | None
+    files: dict[str, FileEntry]  # by path relative to the bundle
+    versions: dict[str, str]  # of the packages that built it
+    inputs: str  # fingerprint of sources and options, so that an unchanged build is not repeated
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: checked, nothing loaded yet."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path) -> "Bundle":
+        """Read and check a bundle: schema, format version, and the size and hash of every file.
+
+        Raises BundleError or SchemaError.
+        """
+        bundle = cls(path, read_manifest(path))
+        for name, expected in bundle.manifest.files.items():
+            require_unchanged(path / name, expected)
+        return bundle
+
+    def model_file(self, model: str, name: str) -> Path:
+        """Path of a file of the "target" or "draft"."""
+        return self.path / model / name
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the bundle at `path`, without looking at the other files."""
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise BundleError(f"{path} is not a directory; expected a bundle, as `specrun build` leaves it")
+    if not file.is_file():
+        raise BundleError(f"{path} has no {MANIFEST}; expected a bundle, as `specrun build` leaves it")
+    try:
+        data = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise BundleError(f"{file} is not JSON ({error}); rebuild the bundle") from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{file}: got format_version {version!r}, expected {FORMAT_VERSION}; rebuild the bundle with this version"
+        )
+    manifest = from_json(Manifest, data, str(file))
+    if (manifest.draft is None) != (manifest.draft_capacity == 0):
+        raise SchemaError(f"{file}: draft and draft_capacity contradict each other; rebuild the bundle")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write the manifest into the (not yet published) bundle at `path`."""
+    (path / MANIFEST).write_text(json.dumps(to_json(manifest), indent=2) + "\n", encoding="utf-8")
+
+
+def require_unchanged(file: Path, expected: FileEntry) -> None:
+    if not file.is_file():
+        raise BundleError(f"{file} is missing; rebuild the bundle or copy it again")
+    size = file.stat().st_size
+    if size != expected.bytes:
+        raise BundleError(f"{file}: got {size} bytes, expected {expected.bytes}; rebuild the bundle or copy it again")
+    if FileEntry.of(file) != expected:
+        raise BundleError(f"{file}: its SHA-256 is not the one in {MANIFEST}; it was edited or damaged, rebuild it")
+
+
+def file_entries(path: Path) -> dict[str, FileEntry]:
+    """Size and hash of every file below `path`, by relative path."""
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
+    return {file.relative_to(path).as_posix(): FileEntry.of(file) for file in files}

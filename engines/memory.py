@@ -1,0 +1,63 @@
+"""How much memory and disk a build needs, and what the machine has."""
+
+import shutil
+from pathlib import Path
+
+from specrun.engines.errors import UnfitError
+
+GIB = 1 << 30
+
+# Peak resident memory of a build, measured on SmolLM2-135M (README, "Limits"): fp32 2.6 GiB beyond the
+# interpreter with its libraries, at 0.50 GiB of fp32 weights; most of it is tracing's, then the ONNX
+# Runtime optimizer's copy of the weights.
+LIBRARIES_BYTES = 1 * GIB
+COPIES_OF_FP32_WEIGHTS = 4.5
+COPIES_ON_DISK = 2.5  # the exported graph beside the optimized one, whose tied head is stored twice
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where the system does not say (not Linux)."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = _cgroup_limit()
+    return available if limit is None else min(available, limit)
+
+
+def _cgroup_limit() -> int | None:
+    """What a container's memory limit leaves (cgroup v2)."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        maximum = (root / "memory.max").read_text().strip()
+        current = int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if maximum == "max" else max(0, int(maximum) - current)
+
+
+def build_bytes(parameters: int) -> int:
+    """Estimated peak memory of exporting and optimizing a model of `parameters` parameters."""
+    return LIBRARIES_BYTES + int(parameters * 4 * COPIES_OF_FP32_WEIGHTS)
+
+
+def require_room(parameters: int, disk_parameters: int, out: Path) -> None:
+    """Refuse a build that this machine cannot finish.
+
+    `parameters`: of the largest model built at a time; `disk_parameters`: of all models together.
+    Raises UnfitError.
+    """
+    needed, available = build_bytes(parameters), available_bytes()
+    if available is not None and needed > available:
+        raise UnfitError(
+            f"not enough memory: building a model of {parameters:,} parameters takes about "
+            f"{needed / GIB:.1f} GiB, {available / GIB:.1f} GiB are available; build on a larger machine"
+        )
+    needed = int(disk_parameters * 4 * COPIES_ON_DISK)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise UnfitError(
+            f"not enough disk space at {out}: the build takes about {needed / GIB:.1f} GiB, "
+            f"{free / GIB:.1f} GiB are free; free some or choose another --out"
+        )

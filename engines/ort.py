@@ -1,0 +1,64 @@
+"""ONNX Runtime as an engine: optimize a graph once at build, load it as it is at every start."""
+
+import os
+from pathlib import Path
+
+import onnxruntime as ort
+
+from specrun.engines.errors import SpecrunError
+
+NAME = "ort"
+PROVIDERS = ["CPUExecutionProvider"]
+EXTERNAL_FILE_KEY = "session.optimized_model_external_initializers_file_name"
+EXTERNAL_SIZE_KEY = "session.optimized_model_external_initializers_min_size_in_bytes"
+WARNING = 2
+
+
+class EngineError(SpecrunError):
+    """ONNX Runtime refuses a graph."""
+
+
+def compile_graph(graph: Path, engine: Path) -> None:
+    """Optimize the exported `graph` and write the result to `engine` with its weights beside it.
+
+    Extended optimizations only: they are the same on every CPU, so a bundle can be built on one machine
+    and run on another. Raises EngineError.
+    """
+    options = _options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(engine)
+    options.add_session_config_entry(EXTERNAL_FILE_KEY, engine.name + ".data")
+    options.add_session_config_entry(EXTERNAL_SIZE_KEY, "1024")
+    _session(graph, options)
+
+
+def load_engine(engine: Path, threads: int | None = None) -> ort.InferenceSession:
+    """Load a compiled engine without optimizing it again.
+
+    `threads`: of one operator; None means one per core that this process may use. Raises EngineError.
+    """
+    options = _options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = threads if threads is not None else usable_cores()
+    return _session(engine, options)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _options() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = WARNING
+    return options
+
+
+def _session(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    try:
+        return ort.InferenceSession(str(path), options, providers=PROVIDERS)
+    except Exception as error:  # the bindings raise a class of their own per status code, all plain Exceptions
+        raise EngineError(f"ONNX Runtime {ort.__version__} refuses {path}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,100 @@
+"""Trace a transformers model into one ONNX graph of standard operators."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from specrun.engines.errors import SpecrunError
+from specrun.engines.signature import OPSET, Signature
+from specrun.export.attention import ATTENTION, ContractModule
+from specrun.export.axes import name_axes
+from specrun.export.fusion import fuse
+
+# Sizes of the example inputs. All axes they show are dynamic; the numbers only have to differ from each
+# other and from 1, so that the tracer does not take two axes for one.
+EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_CAPACITY = 2, 5, 32
+
+
+class TraceError(SpecrunError):
+    """torch.onnx cannot trace this model."""
+
+
+def signature_of(config: Any) -> Signature:
+    """The graph signature that follows from a transformers config."""
+    heads = int(config.num_attention_heads)
+    return Signature(
+        num_layers=int(config.num_hidden_layers),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab_size=int(config.vocab_size),
+    )
+
+
+def trace(model: Any, signature: Signature) -> ir.Model:
+    """One graph with dynamic batch, tokens and capacity. `model`: a transformers causal language model.
+
+    Raises TraceError.
+    """
+    inputs = signature.inputs()
+    dynamic = torch.export.Dim.DYNAMIC
+    named = [{axis: dynamic for axis, name in enumerate(shape) if isinstance(name, str)} for shape in inputs.values()]
+    try:
+        with onnx_attention_in(model), _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                ContractModule(model),
+                example_inputs(signature, model.dtype),
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=(*named[:4], tuple(named[4:])),
+                input_names=list(inputs),
+                output_names=list(signature.outputs()),
+                verbose=False,
+            )
+    except Exception as error:  # the exporter wraps whatever the model's code raised
+        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        raise TraceError(f"torch.onnx cannot trace {type(model).__name__}: {reason}") from error
+    assert program is not None
+    fuse(program.model)
+    name_axes(program.model, signature)
+    return program.model
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Write the graph to `path` and its weights beside it, in one external file."""
+    ir.save(model, path, external_data=path.name + ".data")
+
+
+def example_inputs(signature: Signature, dtype: torch.dtype) -> tuple[Any, ...]:
+    batch, tokens, capacity = EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_CAPACITY
+    cache = (batch, signature.kv_heads, capacity, signature.head_dim)
+    return (
+        torch.zeros(batch, tokens, dtype=torch.int64),
+        torch.arange(tokens).expand(batch, tokens),
+        torch.zeros(batch, dtype=torch.int64),
+        torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(batch, tokens, tokens),
+        tuple(torch.zeros(cache, dtype=dtype) for _ in signature.cache_parts()),
+    )
+
+
+@contextlib.contextmanager
+def onnx_attention_in(model: Any) -> Iterator[None]:
+    """Let `model` attend through the ONNX operator, then as before: validation needs the original."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns about its own internals, several hundred lines for one model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

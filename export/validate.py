@@ -1,0 +1,217 @@
+"""Compare an exported graph with the PyTorch model it came from. Part of every export.
+
+One error class per check, so that a failure says by its name what is wrong.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+
+from specrun.engines.errors import SpecrunError
+from specrun.engines.signature import (
+    BATCH,
+    CACHE_LENGTH,
+    CAPACITY,
+    INPUT_IDS,
+    OPSET,
+    POSITION_IDS,
+    TOKENS,
+    TREE_MASK,
+    Shape,
+    Signature,
+    past,
+)
+
+# Largest difference of a logit, as a share of the largest logit. Measured: 1e-6 (fp32, tiny models),
+# 3e-6 (fp32, SmolLM2-135M), 4e-3 (fp16, tiny models).
+TOLERANCE = {"float32": 1e-4, "float16": 3e-2}
+ONNX_TYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}
+CONTROL_TYPES = {
+    INPUT_IDS: onnx.TensorProto.INT64,
+    POSITION_IDS: onnx.TensorProto.INT64,
+    CACHE_LENGTH: onnx.TensorProto.INT64,
+    TREE_MASK: onnx.TensorProto.BOOL,
+}
+ERROR = 3
+
+Array = np.ndarray[Any, Any]
+
+
+class ValidationError(SpecrunError):
+    """An exported graph is not what it must be. A defect of the export, or a model it cannot express."""
+
+
+class GraphNamesError(ValidationError):
+    """Inputs or outputs are missing, superfluous or in another order."""
+
+
+class GraphShapesError(ValidationError):
+    """An input or output has another type or shape than the signature says."""
+
+
+class GraphOperatorsError(ValidationError):
+    """An operator is not a standard one, or the ONNX checker refuses the graph."""
+
+
+class ChunkValuesError(ValidationError):
+    """Logits differ from PyTorch's for chunks written at several cache offsets, with rollbacks between."""
+
+
+class RaggedBatchValuesError(ValidationError):
+    """The same for the second row of a batch whose rows have different lengths."""
+
+
+class TreeValuesError(ValidationError):
+    """Logits of a tree's nodes differ from PyTorch's for the path that leads to each node."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Sizes of the calls that a validation makes."""
+
+    batch: int
+    capacity: int
+    widths: tuple[int, ...]
+    tree_nodes: int
+
+    @classmethod
+    def of(cls, pinned: dict[str, int], max_context: int) -> "Trial":
+        if pinned:
+            width, capacity = pinned[TOKENS], pinned[CAPACITY]
+            return cls(pinned[BATCH], capacity, (width,) * max(1, min(3, capacity // width - 1)), width)
+        return cls(batch=2, capacity=min(32, max_context), widths=(7, 5, 1, 4), tree_nodes=7)
+
+
+def validate_graph(path: Path, signature: Signature, pinned: dict[str, int], dtype: str) -> None:
+    """Check names, types, shapes and operators of the file at `path`. Raises a ValidationError."""
+    graph = onnx.load(path, load_external_data=False)
+    _check_names("inputs", [value.name for value in graph.graph.input], list(signature.inputs()))
+    _check_names("outputs", [value.name for value in graph.graph.output], list(signature.outputs()))
+    declared = {**signature.inputs(), **signature.outputs()}
+    for value in [*graph.graph.input, *graph.graph.output]:
+        _check_shape(value, declared[value.name], pinned, CONTROL_TYPES.get(value.name, ONNX_TYPES[dtype]))
+    foreign = sorted({f"{node.domain}::{node.op_type}" for node in graph.graph.node if node.domain not in ("", "ai.onnx")})
+    if foreign or graph.functions:
+        raise GraphOperatorsError(f"{path} has operators outside the default domain: {foreign or 'local functions'}")
+    versions = {entry.domain: entry.version for entry in graph.opset_import}
+    if versions.get("") != OPSET:
+        raise GraphOperatorsError(f"{path}: got opset {versions.get('')}, expected {OPSET}")
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # checker, shape inference and protobuf errors
+        raise GraphOperatorsError(f"onnx.checker refuses {path}: {str(error).strip().splitlines()[0]}") from error
+
+
+def validate_values(path: Path, model: Any, signature: Signature, trial: Trial) -> float:
+    """Run the graph on ONNX Runtime against `model`. Returns the largest relative difference found.
+
+    Raises ChunkValuesError, RaggedBatchValuesError or TreeValuesError.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return _Comparison(path, model, signature, trial).run()
+    finally:
+        model.set_attn_implementation(before)
+
+
+class _Comparison:
+    def __init__(self, path: Path, model: Any, signature: Signature, trial: Trial) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = ERROR  # unbound caches are copied here, with a warning for each
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.model, self.signature, self.trial = model, signature, trial
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        length = min(trial.capacity, sum(trial.widths) + trial.tree_nodes)
+        rng = np.random.default_rng(0)
+        self.ids = rng.integers(0, signature.vocab_size, (trial.batch, length), dtype=np.int64)
+        shape = (trial.batch, signature.kv_heads, trial.capacity, signature.head_dim)
+        self.caches = {past(*part): np.zeros(shape, self.dtype) for part in signature.cache_parts()}
+        self.lengths = np.zeros(trial.batch, np.int64)
+        self.worst = 0.0
+
+    def run(self) -> float:
+        wanted = np.stack([self._reference(row) for row in self.ids])
+        for step, width in enumerate(self.trial.widths):
+            chain = np.ones((width, width), bool)
+            tokens = np.stack([self.ids[row, at : at + width] for row, at in enumerate(self.lengths)])
+            got = self._call(tokens, np.arange(width), np.tril(chain))
+            for row, at in enumerate(self.lengths):
+                error = RaggedBatchValuesError if row else ChunkValuesError
+                self._compare(got[row], wanted[row, at : at + width], error, f"{width} tokens at offset {at}")
+            # Some rows are rejected, differently in each row of the batch: the next call overwrites them.
+            self.lengths += [max(1, width - (step + row) % 3) for row in range(self.trial.batch)]
+        self._tree()
+        return self.worst
+
+    def _tree(self) -> None:
+        """A binary tree below the committed tokens; each node against the chain that leads to it."""
+        nodes = self.trial.tree_nodes
+        paths = list(_tree_paths(nodes))
+        mask = np.zeros((nodes, nodes), bool)
+        for node, path in enumerate(paths):
+            mask[node, path] = True
+        tokens = np.random.default_rng(1).integers(0, self.signature.vocab_size, (self.trial.batch, nodes))
+        got = self._call(tokens, np.array([len(path) - 1 for path in paths]), mask)
+        for row in range(self.trial.batch):
+            prefix = self.ids[row, : self.lengths[row]]
+            for node, path in enumerate(paths):
+                wanted = self._reference(np.concatenate([prefix, tokens[row, path]]))[-1]
+                self._compare(got[row, node], wanted, TreeValuesError, f"node {node} of batch row {row}")
+
+    def _call(self, tokens: Array, depths: Array, mask: Array) -> Array:
+        batch = self.trial.batch
+        feeds = {
+            INPUT_IDS: tokens,
+            POSITION_IDS: self.lengths[:, None] + depths[None, :],
+            CACHE_LENGTH: self.lengths,
+            TREE_MASK: np.repeat(mask[None], batch, 0),
+        }
+        logits, *caches = self.session.run(None, {**feeds, **self.caches})
+        self.caches = dict(zip(self.caches, caches, strict=True))
+        return np.asarray(logits, np.float32)
+
+    def _reference(self, tokens: Array) -> Array:
+        logits = self.model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits
+        return np.asarray(logits[0].float().numpy())
+
+    def _compare(self, got: Array, wanted: Array, error: type[ValidationError], where: str) -> None:
+        difference = float(np.abs(got - wanted).max() / np.abs(wanted).max())
+        if not difference <= TOLERANCE[self.dtype]:  # so written, NaN fails too
+            raise error(
+                f"{where}: logits differ from PyTorch by {difference:.1e} of the largest, "
+                f"at most {TOLERANCE[self.dtype]:.0e} is rounding; this model cannot be exported exactly"
+            )
+        self.worst = max(self.worst, difference)
+
+
+def _tree_paths(nodes: int) -> Iterator[list[int]]:
+    """For each node of a binary tree in breadth-first order, the nodes from the root to it."""
+    paths: list[list[int]] = []
+    for node in range(nodes):
+        paths.append([*paths[(node - 1) // 2], node] if node else [0])
+        yield paths[node]
+
+
+def _check_names(what: str, got: list[str], wanted: list[str]) -> None:
+    if got != wanted:
+        missing, extra = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
+        raise GraphNamesError(f"{what}: missing {missing}, superfluous {extra}, or in another order than the contract")
+
+
+def _check_shape(value: onnx.ValueInfoProto, wanted: Shape, pinned: dict[str, int], wanted_type: int) -> None:
+    tensor = value.type.tensor_type
+    got = tuple(axis.dim_param or axis.dim_value for axis in tensor.shape.dim)
+    expected = tuple(pinned.get(axis, axis) if isinstance(axis, str) else axis for axis in wanted)
+    if got != expected or tensor.elem_type != wanted_type:
+        names = onnx.TensorProto.DataType
+        raise GraphShapesError(
+            f"{value.name}: got {names.Name(tensor.elem_type)} {got}, expected {names.Name(wanted_type)} {expected}"
+        )

@@ -1,0 +1,228 @@
+"""A loaded bundle: text in, text out."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specrun.engines import ort
+from specrun.engines.manifest import (
+    CHAT_TEMPLATE_FILE,
+    DRAFT,
+    DRAFT_MODEL,
+    ENGINE_FILE,
+    NGRAM,
+    TARGET,
+    TOKENIZER_FILE,
+    Bundle,
+    BundleError,
+    ModelEntry,
+)
+from specrun.engines.pair import require_pair
+from specrun.engines.vocabulary import Vocabulary, load_tokenizer
+from specrun.runner import chat
+from specrun.runner.loop import Limits, Observer, decode
+from specrun.runner.proposers import Proposer
+from specrun.runner.proposers.draft_model import DraftModel
+from specrun.runner.proposers.ngram import NGramLookup
+from specrun.runner.sampling import Chooser, RequestError, Sampling
+from specrun.runner.session_ort import OrtSession
+from specrun.runner.statistics import Statistics
+from specrun.runner.text import TextStream
+from specrun.runner.types import FinishReason, Token
+
+logger = logging.getLogger(__name__)
+
+NO_PROPOSER = "none"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. None stands for the bundle's own setting."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    proposer: str | None = None  # "none" for plain decoding
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"got max-tokens {self.max_tokens}, expected 1 or more")
+        if self.k is not None and self.k < 1:
+            raise RequestError(f"got k = {self.k}, expected 1 or more (for plain decoding: --proposer {NO_PROPOSER})")
+        if "" in self.stop:
+            raise RequestError("got an empty stop string, expected at least one character")
+        if not self.prompt_ids:
+            raise RequestError("got an empty prompt, expected at least one token")
+
+    def plain(self) -> "Request":
+        """The same without speculation."""
+        return replace(self, proposer=NO_PROPOSER)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One more token, and the text that it made certain (often less or more than the token itself)."""
+
+    token: Token
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation. `ids` end with the stop token or the token that completed a stop string;
+    `text` ends before either."""
+
+    ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    statistics: Statistics
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ids": list(self.ids),
+            "text": self.text,
+            "tok_s": self.statistics.tok_s,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "statistics": self.statistics.to_json(),
+        }
+
+
+class Runner:
+    """A bundle with its engines loaded. Serves one request at a time."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Load what `bundle` holds. Raises BundleError, VocabularyMismatchError or EngineError."""
+        manifest = bundle.manifest
+        if manifest.backend != ort.NAME:
+            raise BundleError(f"{bundle.path} is for the backend {manifest.backend!r}; this runner has {ort.NAME!r}")
+        self.bundle = bundle
+        self.tokenizer = load_tokenizer(bundle.model_file(TARGET, TOKENIZER_FILE))
+        vocabulary = self._vocabulary(self.tokenizer, manifest.target)
+        self._chat_template = self._read_chat_template()
+        self._target = OrtSession(
+            bundle.model_file(TARGET, ENGINE_FILE), manifest.target, manifest.capacity, manifest.target.vocabulary_size
+        )
+        self._draft: OrtSession | None = None
+        if manifest.draft is not None:
+            draft_tokenizer = load_tokenizer(bundle.model_file(DRAFT, TOKENIZER_FILE))
+            share = manifest.draft.parameters / manifest.target.parameters
+            require_pair(vocabulary, self._vocabulary(draft_tokenizer, manifest.draft), share)
+            self._draft = OrtSession(
+                bundle.model_file(DRAFT, ENGINE_FILE),
+                manifest.draft,
+                manifest.draft_capacity,
+                min(manifest.draft.vocabulary_size, manifest.target.vocabulary_size),
+            )
+
+    @classmethod
+    def open(cls, path: Path) -> "Runner":
+        """Check and load the bundle at `path`."""
+        return cls(Bundle.open(path))
+
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        """Names of the proposers that this bundle can run."""
+        return (NGRAM,) if self._draft is None else (NGRAM, DRAFT_MODEL)
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of a prompt that is to be continued."""
+        return tuple(self.tokenizer.encode(prompt).ids)
+
+    def encode_chat(self, message: str) -> tuple[int, ...]:
+        """Token ids of a conversation in which the user says `message`. Raises RequestError."""
+        if self._chat_template is None:
+            raise RequestError(f"{self.bundle.path} has no chat template; prompt it without --chat")
+        messages = [{"role": "user", "content": message}]
+        text = chat.render(self._chat_template, messages, self.bundle.manifest.target.special_tokens)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)  # the template writes its own
+
+    def stream(
+        self, request: Request, statistics: Statistics | None = None, observe: Observer | None = None
+    ) -> Iterator[Event]:
+        """Generate, yielding each token as it is decided. The last event carries the finish reason.
+
+        `statistics` is filled in while it runs. Raises RequestError.
+        """
+        self._require_room(request)
+        statistics = statistics or Statistics()
+        chooser = Chooser(request.sampling.with_seed())
+        proposer = self._proposer(request.proposer or self.bundle.manifest.draft_method)
+        tokens = decode(
+            self._target, proposer, list(request.prompt_ids), chooser, self._limits(request), statistics, observe
+        )
+        text = TextStream(self.tokenizer, request.stop)
+        for token in tokens:
+            with statistics.timed("text"):
+                delta = text.push(token.id)
+                if token.finish_reason is not None:
+                    delta += text.finish()
+            finish = "stop" if text.stopped else token.finish_reason
+            yield Event(token, delta, finish)
+            if finish is not None:
+                return
+
+    def generate(self, request: Request, observe: Observer | None = None) -> Completion:
+        """Generate the whole completion. Raises RequestError."""
+        request = replace(request, sampling=request.sampling.with_seed())
+        statistics = Statistics()
+        events = list(self.stream(request, statistics, observe))
+        finish_reason, seed = events[-1].finish_reason, request.sampling.seed
+        assert finish_reason is not None
+        assert seed is not None
+        return Completion(
+            ids=tuple(event.token.id for event in events),
+            text="".join(event.text for event in events),
+            finish_reason=finish_reason,
+            seed=seed,
+            statistics=statistics,
+        )
+
+    def _limits(self, request: Request) -> Limits:
+        manifest = self.bundle.manifest
+        return Limits(
+            max_tokens=request.max_tokens,
+            stop_token_ids=frozenset(manifest.target.stop_token_ids),
+            k=manifest.k if request.k is None else request.k,
+            prefill_width=manifest.widths[-1],
+        )
+
+    def _proposer(self, name: str) -> Proposer | None:
+        if name == NO_PROPOSER:
+            return None
+        if name == NGRAM:
+            return NGramLookup()
+        if name == DRAFT_MODEL and self._draft is not None:
+            return DraftModel(self._draft, self.bundle.manifest.widths[-1])
+        raise RequestError(
+            f"got proposer {name!r}, this bundle has {', '.join(self.proposers)} and {NO_PROPOSER} (plain decoding)"
+        )
+
+    def _require_room(self, request: Request) -> None:
+        capacity = self._target.capacity
+        if len(request.prompt_ids) >= capacity:
+            raise RequestError(
+                f"got a prompt of {len(request.prompt_ids)} tokens, the bundle's capacity is {capacity} for prompt and "
+                f"output together; shorten it or build with a larger --capacity"
+            )
+        columns = self.bundle.manifest.target.signature.vocab_size
+        if not all(0 <= token_id < columns for token_id in request.prompt_ids):
+            raise RequestError(f"got a prompt with token ids outside 0 .. {columns - 1}")
+
+    def _read_chat_template(self) -> str | None:
+        file = self.bundle.model_file(TARGET, CHAT_TEMPLATE_FILE)
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    def _vocabulary(self, tokenizer: Any, model: ModelEntry) -> Vocabulary:
+        vocabulary = Vocabulary.of(tokenizer)
+        if vocabulary.digest() != model.vocabulary_sha256:
+            raise BundleError(f"the tokenizer of {model.name} is not the one it was built with; rebuild the bundle")
+        return vocabulary

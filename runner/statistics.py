@@ -1,0 +1,64 @@
+"""What one generation did, and where its time went."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+STAGES = ("prefill", "propose", "verify", "accept", "text")
+
+
+class Statistics:
+    """Counters of one generation. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.emitted = 0
+        self.rounds = 0
+        self.proposed_at: Counter[int] = Counter()  # by position in the proposal, from 0
+        self.accepted_at: Counter[int] = Counter()
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._started = time.perf_counter()
+        self.total_seconds = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self.seconds[stage] += now - start
+            self.total_seconds = now - self._started
+
+    def count_round(self, proposed: int, accepted: int) -> None:
+        self.rounds += 1
+        self.proposed_at.update(range(proposed))
+        self.accepted_at.update(range(accepted))
+
+    @property
+    def tok_s(self) -> float:
+        """Emitted tokens per second from the request to the last token, prefill included."""
+        return self.emitted / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per round, correction or bonus included."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the proposals with an i-th token whose i-th token was accepted."""
+        return [self.accepted_at[index] / self.proposed_at[index] for index in sorted(self.proposed_at)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.emitted,
+            "rounds": self.rounds,
+            "acceptance_length": self.acceptance_length,
+            "proposed_tokens": self.proposed_at.total(),
+            "accepted_tokens": self.accepted_at.total(),
+            "acceptance_per_position": self.acceptance_per_position(),
+            "seconds": {**self.seconds, "total": self.total_seconds},
+        }
