@@ -59,7 +59,7 @@ def write_export(checkpoint: Checkpoint, directory: Path, precision: str, pinned
     logger.info("%s: loading %s parameters (%s)", name, f"{checkpoint.parameters:,}", checkpoint.family)
     tokenizer, special_tokens = write_tokenizer(checkpoint, directory)
     model = checkpoint.load(PRECISIONS[precision])
-    signature = signature_of(model.config)
+    signature = signature_of(model)
 
     logger.info("%s: tracing", name)
     graph = trace(model, signature)

@@ -24,14 +24,26 @@ class TraceError(SpecrunError):
     """torch.onnx cannot trace this model."""
 
 
-def signature_of(config: Any) -> Signature:
-    """The graph signature that follows from a transformers config."""
-    heads = int(config.num_attention_heads)
+def signature_of(model: Any) -> Signature:
+    """The graph signature of a transformers model, read off a forward pass of one token.
+
+    Configs name these sizes in many ways, and sometimes name sizes that the model does not use.
+    Raises TraceError for caches that are not the same in every layer.
+    """
+    with torch.no_grad():
+        out = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
+    shapes = {tuple(rows.shape) for layer in out.past_key_values.layers for rows in (layer.keys, layer.values)}
+    if len(shapes) != 1:
+        raise TraceError(
+            f"{type(model).__name__} has caches of several shapes, {sorted(shapes)}; expected the same for the "
+            f"keys and values of every layer"
+        )
+    _, kv_heads, _, head_dim = shapes.pop()
     return Signature(
-        num_layers=int(config.num_hidden_layers),
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        vocab_size=int(config.vocab_size),
+        num_layers=len(out.past_key_values.layers),
+        kv_heads=int(kv_heads),
+        head_dim=int(head_dim),
+        vocab_size=int(out.logits.shape[-1]),
     )
 
 

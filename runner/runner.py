@@ -133,6 +133,10 @@ class Runner:
         """Names of the proposers that this bundle can run."""
         return (NGRAM,) if self._draft is None else (NGRAM, DRAFT_MODEL)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a prompt that is to be continued."""
         return tuple(self.tokenizer.encode(prompt).ids)

@@ -76,14 +76,30 @@ class Chooser:
             raise LogitsError(f"the largest logit at position {position} is {top}, expected a number")
         if self.sampling.temperature == 0:
             return best
-        with np.errstate(over="ignore"):  # tiny temperatures send all but the best to -inf, rightly
-            scores = (logits - logits[best]).astype(np.float32) / np.float32(self.sampling.temperature)
+        scores = self._scores(logits)
         words = noise.words(self.seed, position, len(scores))
         kept = self._filter(scores)
         if kept is None:
             kept = _contenders(scores, words)
         noisy = scores[kept].astype(np.float64) + noise.gumbel(words[kept])
         return int(kept[noisy.argmax()])
+
+    def noisy_scores(self, logits: Array, position: int) -> Array:
+        """Score plus noise of every token, -inf where filtered out: float64 [vocabulary].
+
+        `choose` returns its arg-max without computing all of it; this is for explanations and tests.
+        """
+        if self.sampling.temperature == 0:
+            return logits.astype(np.float64)
+        scores = self._scores(logits)
+        kept = self._filter(scores)
+        noisy = scores.astype(np.float64) + noise.gumbel(noise.words(self.seed, position, len(scores)))
+        return noisy if kept is None else np.where(np.isin(np.arange(len(scores)), kept), noisy, -np.inf)
+
+    def _scores(self, logits: Array) -> Array:
+        """Logits over temperature, the best at 0: float32 [vocabulary]."""
+        with np.errstate(over="ignore"):  # tiny temperatures send all but the best to -inf, rightly
+            return np.asarray((logits - logits.max()) / np.float32(self.sampling.temperature), np.float32)
 
     def _filter(self, scores: Array) -> Array | None:
         """Ids that top-k, top-p and min-p leave, ascending; None where no filter is on."""

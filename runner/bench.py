@@ -1,0 +1,150 @@
+"""`specrun bench`: plain against speculative decoding over prompt sets, interleaved."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specrun.runner.compare import Comparison, Divergence, compare
+from specrun.runner.runner import Request, Runner
+from specrun.runner.sampling import Sampling
+
+
+HEADER = (
+    *("prompt set", "proposer", "k", "temp", "top-p", "prompts", "tokens", "plain tok/s", "tok/s"),
+    *("speed-up", "accept len", "round cost", "identical"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt set with one setting. Rates in tokens per second, end to end (prefill included)."""
+
+    prompt_set: str
+    proposer: str
+    k: int
+    temperature: float
+    top_p: float
+    prompts: int
+    tokens: int
+    plain_tok_s: float
+    tok_s: float
+    speedup: float
+    acceptance_length: float  # tokens emitted per round
+    round_cost: float  # decoding time of a round divided by that of a plain step
+    identical: bool
+    differing: int  # prompts whose output differs
+    within_rounding: int  # how many of these differ only where rounding decided
+    divergences: list[Divergence]
+
+    @property
+    def lossless(self) -> bool:
+        return self.differing == self.within_rounding
+
+
+@dataclass(frozen=True)
+class Setting:
+    proposer: str
+    k: int
+    sampling: Sampling
+
+
+def bench_set(
+    runner: Runner,
+    prompt_set: str,
+    prompts: Sequence[tuple[int, ...]],
+    setting: Setting,
+    max_tokens: int,
+    repeats: int,
+    progress: Callable[[], None] = lambda: None,
+) -> Row:
+    """Measure one prompt set (token ids per prompt) under one setting. `progress`: after each pair of runs."""
+    comparisons = [
+        compare(
+            runner,
+            Request(prompt, max_tokens, setting.sampling, proposer=setting.proposer, k=setting.k),
+            repeats,
+            progress,
+        )
+        for prompt in prompts
+    ]
+    return _row(prompt_set, setting, comparisons)
+
+
+def _row(prompt_set: str, setting: Setting, comparisons: list[Comparison]) -> Row:
+    plain_tokens = sum(len(each.plain.ids) for each in comparisons)
+    tokens = sum(len(each.speculative.ids) for each in comparisons)
+    plain_tok_s = plain_tokens / sum(each.plain_seconds for each in comparisons)
+    tok_s = tokens / sum(each.speculative_seconds for each in comparisons)
+    divergences = [each.divergence for each in comparisons if each.divergence is not None]
+    rounds = sum(each.speculative.statistics.rounds for each in comparisons)
+    round_seconds = sum(_decode_seconds(each.speculative.statistics.seconds) for each in comparisons) / rounds
+    step_seconds = sum(_decode_seconds(each.plain.statistics.seconds) for each in comparisons) / plain_tokens
+    return Row(
+        prompt_set=prompt_set,
+        proposer=setting.proposer,
+        k=setting.k,
+        temperature=setting.sampling.temperature,
+        top_p=setting.sampling.top_p,
+        prompts=len(comparisons),
+        tokens=tokens,
+        plain_tok_s=plain_tok_s,
+        tok_s=tok_s,
+        speedup=tok_s / plain_tok_s,
+        acceptance_length=tokens / rounds,
+        round_cost=round_seconds / step_seconds,
+        identical=not divergences,
+        differing=len(divergences),
+        within_rounding=sum(each.within_rounding for each in divergences),
+        divergences=divergences,
+    )
+
+
+def _decode_seconds(seconds: dict[str, float]) -> float:
+    return seconds["propose"] + seconds["verify"] + seconds["accept"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    body = [
+        [
+            row.prompt_set,
+            row.proposer,
+            str(row.k),
+            f"{row.temperature:g}",
+            f"{row.top_p:g}",
+            str(row.prompts),
+            str(row.tokens),
+            f"{row.plain_tok_s:.1f}",
+            f"{row.tok_s:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{row.acceptance_length:.2f}",
+            f"{row.round_cost:.2f}",
+            _verdict(row),
+        ]
+        for row in rows
+    ]
+    return align([HEADER, *body])
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first two to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _verdict(row: Row) -> str:
+    if row.identical:
+        return "yes"
+    if row.lossless:
+        return f"{row.differing} by rounding"
+    return f"NO ({row.differing - row.within_rounding})"
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]

@@ -1,0 +1,337 @@
+"""The command line. The only module that imports every stage, each one when its command runs."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from specrun.engines.errors import SpecrunError, UnfitError
+from specrun.runner.sampling import RequestError, Sampling
+
+if TYPE_CHECKING:
+    from specrun.runner.runner import Request, Runner
+
+EXIT_DIFFERENT = 1  # plain and speculative output differ by more than rounding
+EXIT_USAGE = 2
+EXIT_REFUSED = 3  # bad input, or an unfit machine
+EXIT_INTERRUPTED = 130
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="specrun")
+def cli() -> None:
+    """A Hugging Face language model in, a deployed one out that is faster and writes the very same tokens.
+
+    Exit codes: 0 done; 1 plain and speculative output differ by more than rounding; 2 wrong usage;
+    3 refused, with one line on stderr that says why; 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Entry point of the `specrun` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code. Errors of the user's are one line on stderr."""
+    _log_to_stderr()
+    try:
+        code = cli.main(args=list(arguments), standalone_mode=False, prog_name="specrun")
+    except click.ClickException as error:
+        hint = f" (see {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
+        return _fail(error.format_message() + hint, EXIT_USAGE)
+    except SpecrunError as error:
+        return _fail(str(error), EXIT_REFUSED)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _log_to_stderr() -> None:
+    """Progress and warnings of our own modules; other libraries keep their own handlers."""
+    logger = logging.getLogger("specrun")
+    logger.handlers.clear()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class _Format(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return prefix + record.getMessage()
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+sampling_options = _options(
+    click.option("--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: greedy."),
+    click.option("--top-p", type=float, default=Sampling.top_p, show_default=True, help="1: off."),
+    click.option("--top-k", type=int, default=Sampling.top_k, show_default=True, help="0: off."),
+    click.option("--min-p", type=float, default=Sampling.min_p, show_default=True, help="0: off."),
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
+@click.option("--width", type=int, help="Tokens per call; with --capacity: write a fully static file.")
+@click.option("--capacity", type=int, help="Tokens that the KV cache holds; with --width.")
+def export(model: str, out: Path, precision: str, width: int | None, capacity: int | None) -> None:
+    """Write MODEL as one ONNX graph of standard operators, validated against PyTorch.
+
+    MODEL: a Hugging Face folder, a .gguf file, a hub id (org/name) or smollm2-135m.
+    """
+    with _export_packages():
+        from specrun.export.checkpoint import Checkpoint
+        from specrun.export.graph import export_model
+    export_model(Checkpoint.open(model, _downloads()), out, precision, width, capacity)
+    click.echo(str(out))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Bundle to write.")
+@click.option("--draft", help="Draft model of the same family (a MODEL too). Without: n-gram lookup only.")
+@click.option("--k", type=int, default=4, show_default=True, help="Drafted tokens per round.")
+@click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
+@click.option("--capacity", type=int, default=2048, show_default=True, help="Prompt and output tokens together.")
+def build(model: str, out: Path, draft: str | None, k: int, precision: str, capacity: int) -> None:
+    """Build MODEL into a bundle, unless it is there already, made from the same inputs.
+
+    MODEL: as for `specrun export`, or a directory that it left.
+    """
+    with _export_packages():
+        from specrun.engines.build import BuildOptions, build_bundle
+    build_bundle(BuildOptions(model, out, draft, k, precision, capacity), _downloads())
+    click.echo(str(out))
+
+
+@cli.command()
+@bundle_argument
+@json_option
+def info(bundle: Path, as_json: bool) -> None:
+    """Show what BUNDLE holds, after checking every file's hash."""
+    from specrun.engines.manifest import Bundle
+    from specrun.engines.schema import to_json
+
+    manifest = Bundle.open(bundle).manifest
+    if as_json:
+        click.echo(json.dumps(to_json(manifest), indent=2))
+        return
+    for role, model in (("target", manifest.target), ("draft", manifest.draft)):
+        if model is not None:
+            click.echo(f"{role:<11}{model.name} ({model.family}, {model.parameters:,} parameters)")
+    click.echo(f"{'engine':<11}{manifest.backend}, {manifest.precision}, capacity {manifest.capacity} tokens")
+    click.echo(f"{'proposer':<11}{manifest.draft_method}, k = {manifest.k}")
+    size = sum(file.bytes for file in manifest.files.values())
+    click.echo(f"{'files':<11}{len(manifest.files)}, {size / 2**20:.0f} MiB, hashes correct")
+    click.echo(f"{'built with':<11}{', '.join(f'{name} {value}' for name, value in manifest.versions.items())}")
+
+
+@cli.command()
+@bundle_argument
+@click.option("--prompt", required=True, help="Text to continue, or with --chat what the user says.")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@sampling_options
+@click.option("--seed", type=int, help="Random if not given; shown with the result.")
+@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
+@click.option("--k", type=int, help="Drafted tokens per round; default: as built.")
+@click.option("--proposer", help="ngram, draft-model or none (plain decoding); default: as built.")
+@click.option("--compare", "comparing", is_flag=True, help="Run plain and speculative, compare output and speed.")
+@json_option
+def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bool, **options: Any) -> int:
+    """Generate text with BUNDLE."""
+    from specrun.runner.runner import Request, Runner
+
+    sampling = _sampling(options)
+    Request((0,), options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"])  # before loading
+    runner = Runner.open(bundle)
+    prompt_ids = runner.encode_chat(prompt) if chat else runner.encode(prompt)
+    request = Request(
+        prompt_ids, options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"]
+    )
+    if comparing:
+        return _compare(runner, request, as_json)
+    if as_json:
+        click.echo(json.dumps(runner.generate(request).to_json()))
+        return 0
+    return _stream(runner, request)
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    return Sampling(**{name: options[name] for name in names if name in options})
+
+
+def _stream(runner: "Runner", request: "Request") -> int:
+    from specrun.runner.statistics import Statistics
+
+    statistics = Statistics()
+    for event in runner.stream(request, statistics):
+        click.echo(event.text, nl=False)
+    click.echo()
+    click.echo(
+        f"{statistics.emitted} tokens, {statistics.tok_s:.1f} tokens/s, "
+        f"{statistics.acceptance_length:.2f} tokens per round",
+        err=True,
+    )
+    return 0
+
+
+COMPARE_REPEATS = 3
+
+
+def _compare(runner: "Runner", request: "Request", as_json: bool) -> int:
+    from specrun.runner.compare import compare
+
+    result = compare(runner, request, COMPARE_REPEATS)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+        return 0 if result.lossless else EXIT_DIFFERENT
+    figures = result.to_json()
+    click.echo(result.speculative.text)
+    click.echo(f"\n{'':<13}{'tokens':>7}{'tokens/s':>10}{'rounds':>8}{'tokens per round':>18}")
+    for name, completion in (("plain", result.plain), ("speculative", result.speculative)):
+        statistics = completion.statistics
+        click.echo(
+            f"{name:<13}{len(completion.ids):>7}{figures[name]['tok_s']:>10.1f}"
+            f"{statistics.rounds:>8}{statistics.acceptance_length:>18.2f}"
+        )
+    click.echo(f"identical output: {'yes' if result.identical else 'NO'}, speed-up: {result.speedup:.2f}x")
+    if result.divergence is not None:
+        click.echo(_describe(result.divergence))
+    return 0 if result.lossless else EXIT_DIFFERENT
+
+
+def _describe(divergence: Any) -> str:
+    reason = "rounding" if divergence.within_rounding else "NOT rounding: this is a defect, please report it"
+    return (
+        f"first difference at output token {divergence.index}: plain {divergence.plain_token}, speculative "
+        f"{divergence.speculative_token}; lead of the plain choice {divergence.gap:.2e}, logits of the two runs "
+        f"differ by at most {divergence.logit_difference:.2e}: {reason}"
+    )
+
+
+@cli.command()
+@bundle_argument
+@click.option("--set", "prompt_sets", multiple=True, help="chat, code-editing, summarizing or a file; default: all three.")
+@click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
+@click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
+@click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
+@click.option("--top-p", type=float, default=Sampling.top_p, show_default=True)
+@click.option("--top-k", type=int, default=Sampling.top_k, show_default=True)
+@click.option("--min-p", type=float, default=Sampling.min_p, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--repeats", type=int, default=3, show_default=True, help="Timed pairs per prompt; medians are taken.")
+@json_option
+def bench(
+    bundle: Path,
+    prompt_sets: tuple[str, ...],
+    proposers: tuple[str, ...],
+    ks: tuple[int, ...],
+    temperatures: tuple[float, ...],
+    max_tokens: int,
+    repeats: int,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Measure plain against speculative decoding, interleaved, end to end.
+
+    speed-up: ratio of tokens/s, prefill included. accept len: tokens per round. round cost: time of a round
+    divided by that of a plain step.
+    """
+    from specrun.runner import bench as benchmark
+    from specrun.runner.prompts import PROMPT_SETS, load_prompt_set
+    from specrun.runner.runner import Runner
+
+    if repeats < 1:
+        raise RequestError(f"got repeats {repeats}, expected 1 or more")
+    samplings = [_sampling(options | {"temperature": temperature}) for temperature in temperatures or (0.0,)]
+    sets = {name: load_prompt_set(name) for name in prompt_sets or PROMPT_SETS}
+    runner = Runner.open(bundle)
+    settings = [
+        benchmark.Setting(proposer, k, sampling)
+        for proposer in proposers or runner.proposers
+        for k in ks or (runner.bundle.manifest.k,)
+        for sampling in samplings
+    ]
+    encode = runner.encode_chat if runner.has_chat_template else runner.encode
+    prompts = {name: [encode(prompt) for prompt in texts] for name, texts in sets.items()}
+    pairs = sum(len(ids) for ids in prompts.values()) * len(settings) * repeats
+    rows = []
+    with click.progressbar(length=pairs, label="pairs of runs", file=sys.stderr) as bar:
+        for name, ids in prompts.items():
+            for setting in settings:
+                row = benchmark.bench_set(
+                    runner, name, ids, setting, max_tokens, repeats, progress=lambda: bar.update(1)
+                )
+                rows.append(row)
+    click.echo(json.dumps(benchmark.to_json(rows)) if as_json else benchmark.table(rows))
+    if not as_json:
+        for row in rows:
+            for divergence in row.divergences:
+                click.echo(f"{row.prompt_set}: {_describe(divergence)}")
+    return 0 if all(row.lossless for row in rows) else EXIT_DIFFERENT
+
+
+@cli.command()
+def doctor() -> int:
+    """Say what this machine can build and run."""
+    from specrun.runner.doctor import can_run, examine
+
+    for finding in examine():
+        click.echo(f"{'ok' if finding.usable else '--'}  {finding.what:<27}{finding.found}")
+    return 0 if can_run() else EXIT_REFUSED
+
+
+class _export_packages:  # noqa: N801 (reads as a statement)
+    """Imports inside need the export packages; say so where they are not installed."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("specrun"):
+            raise UnfitError(
+                f"exporting and building need {error.name}, which is not installed: pip install 'specrun[export]'"
+            ) from error
+
+
+def _downloads() -> Path:
+    """Where built-in models are kept between builds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "specrun" / "models"
+
+
+if __name__ == "__main__":
+    main()

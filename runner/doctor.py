@@ -1,0 +1,66 @@
+"""`specrun doctor`: what this machine can build and run."""
+
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import onnxruntime as ort
+
+from specrun.engines.memory import GIB, available_bytes
+from specrun.engines.ort import usable_cores
+
+EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "safetensors", "gguf", "accelerate")
+# The first release with opset 24: TensorScatter and the Attention version of the graph contract.
+FIRST_ORT = (1, 24)
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    usable: bool
+
+
+def examine() -> list[Finding]:
+    """What there is, and what can be done with it."""
+    memory = available_bytes()
+    missing = [name for name in EXPORT_PACKAGES if _version(name) is None]
+    rtx, tensorrt = _version("tensorrt-rtx") or _version("tensorrt_rtx"), _version("tensorrt")
+    gpu = _has_gpu_driver()
+    return [
+        Finding("specrun", _version("specrun") or "not installed", True),
+        Finding("python", platform.python_version(), True),
+        Finding("processor", f"{platform.machine()}, {usable_cores()} of {os.cpu_count()} cores usable", True),
+        Finding("memory available", "unknown" if memory is None else f"{memory / GIB:.1f} GiB", True),
+        Finding("run on ONNX Runtime (CPU)", f"onnxruntime {ort.__version__}", can_run()),
+        Finding("export and build", _missing(missing) if missing else f"torch {_version('torch')}", not missing),
+        Finding("TensorRT-RTX", rtx or "not installed", rtx is not None),
+        Finding("TensorRT", tensorrt or "not installed", tensorrt is not None),
+        Finding("NVIDIA driver", "found" if gpu else "not found", gpu),
+    ]
+
+
+def can_run() -> bool:
+    """Whether bundles run here at all."""
+    return tuple(int(part) for part in ort.__version__.split(".")[:2]) >= FIRST_ORT
+
+
+def _missing(names: list[str]) -> str:
+    return f"lacks {', '.join(names)}; pip install 'specrun[export]'"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _has_gpu_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1" if platform.system() == "Linux" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True
