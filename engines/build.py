@@ -141,7 +141,9 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     with staged_directory(options.out, MANIFEST) as directory:
         sources = [target] if draft is None else [target, draft]
         require_room(
-            max(source.parameters for source in sources), sum(source.parameters for source in sources), directory
+            max(source.parameters for source in sources),
+            sum(source.parameters for source in sources),
+            directory,
         )
         card = _add_model(target, TARGET, directory, options)
         draft_card = _add_model(draft, DRAFT, directory, options) if draft else None

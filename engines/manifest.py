@@ -1,9 +1,9 @@
 """The bundle: the directory that a build leaves and a deployment loads, and its manifest.
 
-    BUNDLE/
-      manifest.json                    what is inside, with the hash of every other file
-      target/model.onnx, model.onnx.data, tokenizer.json [, chat_template.jinja]
-      draft/ ...                       the same, where the bundle has a draft model
+BUNDLE/
+  manifest.json                    what is inside, with the hash of every other file
+  target/model.onnx, model.onnx.data, tokenizer.json [, chat_template.jinja]
+  draft/ ...                       the same, where the bundle has a draft model
 """
 
 import hashlib

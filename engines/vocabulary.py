@@ -4,9 +4,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from specrun.engines.errors import SpecrunError
+from tokenizers import Tokenizer
 
 # Checkpoints of one family differ by a few added tokens (chat markers, tool markers); another family
 # differs in thousands.

@@ -66,7 +66,7 @@ def _softcapped(
 AttentionInterface.register(ATTENTION, onnx_attention)
 
 
-class ScatterCache(Cache):
+class ScatterCache(Cache):  # type: ignore[misc] # transformers publishes no types
     """A static cache: new rows are written at `cache_length` into buffers that come in from outside."""
 
     is_compileable = False
@@ -76,7 +76,7 @@ class ScatterCache(Cache):
         self.buffers = buffers
         self.cache_length = cache_length
         self.updated: list[torch.Tensor] = list(buffers)
-        self.layers = []
+        self.layers: list[Any] = []
         self.layer_class_to_replicate = None
 
     def update(

@@ -2,7 +2,6 @@
 
 import onnx_ir as ir
 from onnxscript import optimizer
-
 from specrun.engines.signature import Shape, Signature
 
 

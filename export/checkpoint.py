@@ -74,7 +74,13 @@ class Checkpoint:
         """What the checkpoint consists of."""
         if self.gguf is not None:
             return [self.gguf]
-        names = [CONFIG_FILE, "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"]
+        names = [
+            CONFIG_FILE,
+            "generation_config.json",
+            "tokenizer_config.json",
+            "tokenizer.json",
+            "tokenizer.model",
+        ]
         fixed = [self.directory / name for name in [*names, "chat_template.jinja"]]
         return [file for file in fixed if file.is_file()] + sorted(self.directory.glob("*.safetensors"))
 
@@ -102,7 +108,9 @@ class Checkpoint:
             raise CheckpointError(f"the weights of {self.name} cannot be loaded: {_first_line(error)}") from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
-            raise CheckpointError(f"the weights of {self.name} are incomplete: {len(missing)} missing, {missing[:3]}...")
+            raise CheckpointError(
+                f"the weights of {self.name} are incomplete: {len(missing)} missing, {missing[:3]}..."
+            )
         if report["unexpected_keys"]:
             unused = sorted(report["unexpected_keys"])
             logger.warning("%s: %d weights are not used by %s: %s", self.name, len(unused), self.family, unused[:3])

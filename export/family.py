@@ -10,7 +10,22 @@ logger = logging.getLogger(__name__)
 # Each has a test that exports a tiny model of it and compares with PyTorch. Others are tried, with a
 # warning: the validation after every export decides.
 TESTED_FAMILIES = frozenset(
-    "cohere gemma2 gemma3_text gpt2 gpt_neox granite llama mistral olmo2 opt phi3 qwen2 qwen3 smollm3".split()
+    [
+        "cohere",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "opt",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    ]
 )
 # Frequencies that depend on the length of the sequence: one cache row would be valid at one length only.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -37,7 +52,7 @@ def require_family(config: Any) -> None:
     architectures = getattr(config, "architectures", None) or [model_class.__name__]
     if architectures[0] != model_class.__name__:
         raise _unsupported(config, f"its architecture is {architectures[0]}; expected {model_class.__name__}")
-    if model_class._is_stateful or getattr(config, "layer_types", None) and not _attends_everywhere(config):
+    if model_class._is_stateful or (getattr(config, "layer_types", None) and not _attends_everywhere(config)):
         raise _unsupported(config, "it has recurrent, chunked or linear-attention layers, which cannot be rolled back")
     if not model_class._supports_attention_backend:
         raise _unsupported(config, "its class in transformers does not use the attention interface")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
-
 from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.errors import SpecrunError
 from specrun.engines.manifest import ENGINE_FILE, ModelEntry

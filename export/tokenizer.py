@@ -4,11 +4,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
-
 from specrun.engines.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.checkpoint import Checkpoint, CheckpointError, read_json
+from tokenizers import Tokenizer, pre_tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,10 @@ def write_tokenizer(checkpoint: Checkpoint, directory: Path) -> tuple[Tokenizer,
         # As it is: transformers' classes for some families would rebuild parts of it.
         load_tokenizer(published)
         (directory / TOKENIZER_FILE).write_bytes(published.read_bytes())
-        template, special = _published_template(checkpoint.directory), _published_special(checkpoint.directory)
+        template, special = (
+            _published_template(checkpoint.directory),
+            _published_special(checkpoint.directory),
+        )
     else:
         converted = _convert(checkpoint)
         converted.backend_tokenizer.save(str(directory / TOKENIZER_FILE))
@@ -66,7 +68,9 @@ def _restore_pre_tokenizer(tokenizer: Tokenizer, gguf: Path) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     fields = GGUFReader(gguf).fields
-    model, name = (fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"))
+    model, name = (
+        fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+    )
     if model != "gpt2" or name in GGUF_PRE_TOKENIZER_SPLITS or name == "gpt-2":
         return
     if name != "smollm":

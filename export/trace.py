@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import OPSET, Signature
 from specrun.export.attention import ATTENTION, ContractModule

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import (
     BATCH,
@@ -96,7 +95,9 @@ def validate_graph(path: Path, signature: Signature, pinned: dict[str, int], dty
     declared = {**signature.inputs(), **signature.outputs()}
     for value in [*graph.graph.input, *graph.graph.output]:
         _check_shape(value, declared[value.name], pinned, CONTROL_TYPES.get(value.name, ONNX_TYPES[dtype]))
-    foreign = sorted({f"{node.domain}::{node.op_type}" for node in graph.graph.node if node.domain not in ("", "ai.onnx")})
+    foreign = sorted(
+        {f"{node.domain}::{node.op_type}" for node in graph.graph.node if node.domain not in ("", "ai.onnx")}
+    )
     if foreign or graph.functions:
         raise GraphOperatorsError(f"{path} has operators outside the default domain: {foreign or 'local functions'}")
     versions = {entry.domain: entry.version for entry in graph.opset_import}

@@ -8,7 +8,6 @@ from specrun.runner.compare import Comparison, Divergence, compare
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
 
-
 HEADER = (
     *("prompt set", "proposer", "k", "temp", "top-p", "prompts", "tokens", "plain tok/s", "tok/s"),
     *("speed-up", "accept len", "round cost", "identical"),

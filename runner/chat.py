@@ -6,7 +6,6 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from specrun.runner.sampling import RequestError
 
 

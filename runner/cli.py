@@ -1,15 +1,15 @@
 """The command line. The only module that imports every stage, each one when its command runs."""
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-
 from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.runner.sampling import RequestError, Sampling
 
@@ -176,9 +176,7 @@ def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bo
     Request((0,), options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"])  # before loading
     runner = Runner.open(bundle)
     prompt_ids = runner.encode_chat(prompt) if chat else runner.encode(prompt)
-    request = Request(
-        prompt_ids, options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"]
-    )
+    request = Request(prompt_ids, options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"])
     if comparing:
         return _compare(runner, request, as_json)
     if as_json:
@@ -243,7 +241,12 @@ def _describe(divergence: Any) -> str:
 
 @cli.command()
 @bundle_argument
-@click.option("--set", "prompt_sets", multiple=True, help="chat, code-editing, summarizing or a file; default: all three.")
+@click.option(
+    "--set",
+    "prompt_sets",
+    multiple=True,
+    help="chat, code-editing, summarizing or a file; default: all three.",
+)
 @click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
 @click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
 @click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
@@ -271,7 +274,7 @@ def bench(
     divided by that of a plain step.
     """
     from specrun.runner import bench as benchmark
-    from specrun.runner.prompts import PROMPT_SETS, load_prompt_set
+    from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
     from specrun.runner.runner import Runner
 
     if repeats < 1:
@@ -314,17 +317,15 @@ def doctor() -> int:
     return 0 if can_run() else EXIT_REFUSED
 
 
-class _export_packages:  # noqa: N801 (reads as a statement)
+@contextlib.contextmanager
+def _export_packages() -> Iterator[None]:
     """Imports inside need the export packages; say so where they are not installed."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("specrun"):
-            raise UnfitError(
-                f"exporting and building need {error.name}, which is not installed: pip install 'specrun[export]'"
-            ) from error
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UnfitError(
+            f"exporting and building need {error.name}, which is not installed: pip install 'specrun[export]'"
+        ) from error
 
 
 def _downloads() -> Path:

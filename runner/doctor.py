@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import onnxruntime as ort
-
 from specrun.engines.memory import GIB, available_bytes
 from specrun.engines.ort import usable_cores
 

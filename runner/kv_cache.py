@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import Signature
 
@@ -50,7 +49,9 @@ class KVCache:
     def reserve(self, tokens: int) -> bool:
         """Make room for `tokens` rows in all. True if the buffers moved. Raises CapacityError."""
         if tokens > self.capacity:
-            raise CapacityError(f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity")
+            raise CapacityError(
+                f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity"
+            )
         if tokens <= self._rows:
             return False
         while self._rows < tokens:

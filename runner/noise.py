@@ -25,7 +25,9 @@ def words(seed: int, position: int, count: int) -> Array:
     """The random words of token ids 0 .. count - 1 at a position of the sequence: uint32 [count]."""
     blocks = -(-count // WORDS_PER_BLOCK)
     # NumPy advances the counter before it generates, so the first block has counter 1.
-    generator = np.random.Philox(counter=[0, position, 0, STREAM], key=[seed, 0])
+    generator = np.random.Philox(
+        counter=np.array([0, position, 0, STREAM], np.uint64), key=np.array([seed, 0], np.uint64)
+    )
     raw: Array = generator.random_raw(blocks * WORDS_PER_BLOCK // 2)
     return raw.astype("<u8", copy=False).view("<u4")[:count]
 

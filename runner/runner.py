@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specrun.engines import ort
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
@@ -109,7 +107,10 @@ class Runner:
         vocabulary = self._vocabulary(self.tokenizer, manifest.target)
         self._chat_template = self._read_chat_template()
         self._target = OrtSession(
-            bundle.model_file(TARGET, ENGINE_FILE), manifest.target, manifest.capacity, manifest.target.vocabulary_size
+            bundle.model_file(TARGET, ENGINE_FILE),
+            manifest.target,
+            manifest.capacity,
+            manifest.target.vocabulary_size,
         )
         self._draft: OrtSession | None = None
         if manifest.draft is not None:
@@ -161,7 +162,13 @@ class Runner:
         chooser = Chooser(request.sampling.with_seed())
         proposer = self._proposer(request.proposer or self.bundle.manifest.draft_method)
         tokens = decode(
-            self._target, proposer, list(request.prompt_ids), chooser, self._limits(request), statistics, observe
+            self._target,
+            proposer,
+            list(request.prompt_ids),
+            chooser,
+            self._limits(request),
+            statistics,
+            observe,
         )
         text = TextStream(self.tokenizer, request.stop)
         for token in tokens:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from specrun.engines.errors import SpecrunError
 from specrun.runner import noise
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-
 from specrun.engines.manifest import ModelEntry
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (

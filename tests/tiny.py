@@ -49,7 +49,13 @@ def family_configs() -> dict[str, Any]:
     opt = {"ffn_dim": 128, "word_embed_proj_dim": 64}
     return {
         "llama": _config("LlamaConfig", rope_parameters=llama3_rope),
-        "smollm2": _config("LlamaConfig", tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=1, hidden_size=48),
+        "smollm2": _config(
+            "LlamaConfig",
+            tie_word_embeddings=True,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            hidden_size=48,
+        ),
         "mistral": _config("MistralConfig", sliding_window=None),
         "qwen2": _config("Qwen2Config"),
         "qwen3": _config("Qwen3Config", head_dim=16),

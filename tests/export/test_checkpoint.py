@@ -41,6 +41,11 @@ def test_weights_in_every_published_form(dtype: torch.dtype, tied: bool, shard_s
         assert torch.equal(wanted.float(), got), name
 
 
+def remove(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).unlink()
+
+
 def truncate_weights(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -59,16 +64,19 @@ def drop_shard(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda path: (path / "config.json").unlink(), "no config.json"),
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda path: remove(path, "config.json"), "no config.json"),
     "config not JSON": (lambda path: (path / "config.json").write_text("{"), "cannot read"),
     "unknown type": (lambda path: edit_config(path, model_type="nosuchmodel"), "nosuchmodel"),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "lacks the weights"),
+    "no weights": (lambda path: remove(path, "model.safetensors"), "lacks the weights"),
     "truncated weights": (truncate_weights, "damaged or truncated"),
     "missing weight": (drop_weight, "incomplete: 1 missing"),
     "missing shard": (drop_shard, "00001-of-00002"),
     "wrong shape": (lambda path: edit_config(path, hidden_size=32), "cannot be loaded"),
-    "no tokenizer": (lambda path: [(path / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
+    "no tokenizer": (
+        lambda path: remove(path, "tokenizer.json", "tokenizer_config.json"),
+        "tokenizer",
+    ),
 }
 
 
@@ -78,10 +86,14 @@ def test_damaged_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
     spoil, reason = DAMAGES[damage]
     spoil(tmp_path)
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=reason):
+
+    def use() -> None:
         checkpoint = opened(tmp_path)
         checkpoint.load(torch.float32)
         write_tokenizer(checkpoint, tmp_path / "out")
+
+    with pytest.raises(CheckpointError, match=reason):
+        use()
 
 
 def test_missing_source_is_refused(tmp_path: Path) -> None:
@@ -94,8 +106,16 @@ def test_missing_source_is_refused(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "encoder-decoder": (transformers.T5Config(), {}, "encoder-decoder"),
-    "masked language model": (transformers.BertConfig(), {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
-    "classifier": (tiny.llama(), {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    "masked language model": (
+        transformers.BertConfig(),
+        {"architectures": ["BertForMaskedLM"]},
+        "BertForMaskedLM",
+    ),
+    "classifier": (
+        tiny.llama(),
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "LlamaForSequenceClassification",
+    ),
     "recurrent": (transformers.MambaConfig(), {}, "recurrent"),
     "hybrid": (transformers.Qwen3NextConfig(), {}, "recurrent"),
     "vision": (transformers.ViTConfig(), {}, "no causal language model"),
@@ -165,7 +185,11 @@ def write_gguf(path: Path, pre_tokenizer: str) -> None:
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (len(by_id), hidden), "output_norm": (hidden,)}
     shapes |= {f"blk.0.attn_{part}": (hidden, hidden) for part in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,), "blk.0.ffn_down": (hidden, feed_forward)}
+    shapes |= {
+        "blk.0.attn_norm": (hidden,),
+        "blk.0.ffn_norm": (hidden,),
+        "blk.0.ffn_down": (hidden, feed_forward),
+    }
     shapes |= {f"blk.0.ffn_{part}": (feed_forward, hidden) for part in ("gate", "up")}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(0, 0.1, shape).astype(np.float32))

@@ -13,7 +13,19 @@ from specrun.export.graph import export_model
 
 from tests import tiny
 
-ROTARY = {"llama", "smollm2", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3", "granite"}
+ROTARY = {
+    "llama",
+    "smollm2",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "smollm3",
+    "granite",
+}
 RMS = ROTARY | {"cohere"}
 NORMS_PER_LAYER = {"qwen3": 4, "gemma2": 4, "gemma3_text": 6, "olmo2": 4, "cohere": 1}
 

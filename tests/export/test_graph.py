@@ -27,8 +27,6 @@ from specrun.export.validate import (
     validate_values,
 )
 
-from tests import tiny
-
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, target_checkpoint: Path) -> Path:

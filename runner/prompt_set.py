@@ -21,7 +21,9 @@ def load_prompt_set(name: str) -> list[str]:
     if not path.is_file():
         raise RequestError(f"got prompt set {name!r}, expected one of {', '.join(PROMPT_SETS)} or a file")
     text = path.read_text(encoding="utf-8")
-    prompts = _json_prompts(name, text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+    prompts = (
+        _json_prompts(name, text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+    )
     if not prompts:
         raise RequestError(f"{name} has no prompts")
     return prompts

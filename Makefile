@@ -1,0 +1,60 @@
+# make demo      from a fresh clone to text: environment, default model, bundle, comparison
+# make engines   MODEL=... [DRAFT=...] [K=4] [PRECISION=fp32] [CAPACITY=2048] [OUT=build/bundles/NAME]
+# make test      checks and tests
+# make check     ruff, mypy
+# make lossless  equality with plain decoding on the default model (about 20 minutes)
+# make clean     remove everything that was made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+MODEL ?= smollm2-135m
+DRAFT ?=
+K ?= 4
+PRECISION ?= fp32
+CAPACITY ?= 2048
+OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
+
+DEMO_BUNDLE := build/bundles/smollm2-135m
+
+.PHONY: demo engines test check lossless clean
+
+demo: $(VENV)/.export
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)
+	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
+
+engines: $(VENV)/.export
+	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --precision $(PRECISION) --capacity $(CAPACITY) \
+		$(if $(DRAFT),--draft "$(DRAFT)")
+
+test: check
+	$(BIN)/python -m pytest -q -m "not gpu and not model"
+
+# mypy wants to see the subpackages below a folder called specrun; there is none (pyproject.toml maps them).
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build && ln -sfn .. build/specrun
+	MYPYPATH=build $(BIN)/mypy -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
+	MYPYPATH=build $(BIN)/mypy tests
+
+lossless: $(VENV)/.dev
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)
+	$(BIN)/python -m pytest -q -s -m model
+
+clean:
+	rm -rf build $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.export: pyproject.toml $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --editable ".[export]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.export
+	$(BIN)/python -m pip install --quiet --editable ".[export,dev]"
+	touch $@

@@ -1,0 +1,310 @@
+"""The command line: what it prints, its exit codes, and one clear line for every bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+from specrun.engines.manifest import MANIFEST, Bundle
+from specrun.runner import cli
+from specrun.runner.compare import compare
+from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
+from specrun.runner.sampling import RequestError
+
+from tests import tiny
+
+PROMPT = "the serving of serving of serving"
+
+
+@pytest.fixture
+def specrun(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = cli.run([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+Specrun = Callable[..., tuple[int, str, str]]
+
+
+def test_generate_streams_text(specrun: Specrun, bundle: Bundle) -> None:
+    code, out, err = specrun("generate", bundle.path, "--prompt", PROMPT, "--max-tokens", 12)
+    assert code == 0
+    assert out.strip()
+    assert "12 tokens" in err
+
+
+def test_generate_json_equals_streamed_text(specrun: Specrun, bundle: Bundle) -> None:
+    arguments = (
+        "generate",
+        bundle.path,
+        "--prompt",
+        PROMPT,
+        "--max-tokens",
+        12,
+        "--temperature",
+        1,
+        "--seed",
+        3,
+    )
+    _, streamed, _ = specrun(*arguments)
+    code, out, _ = specrun(*arguments, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["text"] + "\n" == streamed
+    assert result["seed"] == 3
+    assert len(result["ids"]) == 12
+
+
+def test_compare_json_has_the_promised_keys(specrun: Specrun, bundle: Bundle) -> None:
+    code, out, _ = specrun("generate", bundle.path, "--prompt", PROMPT, "--max-tokens", 12, "--compare", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert {"plain", "speculative", "identical", "speedup"} <= set(result)
+    assert {"ids", "text", "tok_s"} <= set(result["plain"])
+    assert {"ids", "text", "tok_s"} <= set(result["speculative"])
+    assert result["identical"] is True
+    assert result["plain"]["ids"] == result["speculative"]["ids"]
+    assert result["speedup"] == pytest.approx(result["speculative"]["tok_s"] / result["plain"]["tok_s"])
+
+
+def test_compare_prints_the_proof(specrun: Specrun, bundle: Bundle) -> None:
+    code, out, _ = specrun("generate", bundle.path, "--chat", "--prompt", PROMPT, "--max-tokens", 12, "--compare")
+    assert code == 0
+    assert "identical output: yes" in out
+
+
+def test_difference_is_an_exit_code(specrun: Specrun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lossy acceptor is exposed: output differs, not by rounding."""
+    from specrun.runner import loop
+    from specrun.runner.types import Verdict
+
+    def lossy(proposal, logits, chooser, position):  # type: ignore[no-untyped-def]
+        return Verdict(len(proposal.tokens), chooser.choose(logits[-1], position + len(proposal.tokens)))
+
+    monkeypatch.setattr(loop, "accept", lossy)
+    arguments = (
+        "generate",
+        bundle.path,
+        "--prompt",
+        PROMPT,
+        "--max-tokens",
+        24,
+        "--proposer",
+        "draft-model",
+        "--compare",
+    )
+    code, out, _ = specrun(*arguments)
+    assert code == cli.EXIT_DIFFERENT
+    assert "identical output: NO" in out
+    assert "first difference at output token" in out
+    code, out, _ = specrun(*arguments, "--json")
+    assert code == cli.EXIT_DIFFERENT
+    assert json.loads(out)["divergence"]["index"] >= 0
+
+
+def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([PROMPT, "the nose"]))
+    arguments = (
+        "bench",
+        bundle.path,
+        "--set",
+        prompts,
+        "--k",
+        2,
+        "--k",
+        3,
+        "--temperature",
+        0,
+        "--temperature",
+        1,
+    )
+    code, out, _ = specrun(*arguments, "--max-tokens", 10, "--repeats", 1, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert len(rows) == 2 * 2 * 2  # proposers, k, temperatures
+    promised = "prompt_set proposer k temperature plain_tok_s tok_s speedup acceptance_length round_cost identical"
+    for row in rows:
+        assert set(promised.split()) <= set(row)
+        assert row["identical"] is True
+        assert row["speedup"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
+        assert row["tokens"] == 20
+    code, out, _ = specrun("bench", bundle.path, "--set", prompts, "--max-tokens", 5, "--repeats", 1)
+    assert code == 0
+    assert out.splitlines()[0].split()[:3] == ["prompt", "set", "proposer"]
+    assert len(out.splitlines()) == 3
+
+
+def test_prompt_sets() -> None:
+    assert sum(len(load_prompt_set(name)) for name in PROMPT_SETS) >= 20
+    assert all(prompt.strip() for name in PROMPT_SETS for prompt in load_prompt_set(name))
+
+
+def test_prompt_file_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    assert load_prompt_set(str(tmp_path / "prompts.txt")) == ["one", "two"]
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(RequestError, match="no prompts"):
+        load_prompt_set(str(tmp_path / "empty.txt"))
+
+
+def test_info(specrun: Specrun, bundle: Bundle) -> None:
+    code, out, _ = specrun("info", bundle.path)
+    assert code == 0
+    assert "target" in out
+    assert "hashes correct" in out
+    code, out, _ = specrun("info", bundle.path, "--json")
+    assert json.loads(out) == json.loads((bundle.path / MANIFEST).read_text())
+
+
+def test_doctor(specrun: Specrun) -> None:
+    code, out, _ = specrun("doctor")
+    assert code == 0
+    assert "ok  run on ONNX Runtime (CPU)" in out
+    assert "ok  export and build" in out
+
+
+def test_export_then_build_then_generate(specrun: Specrun, target_checkpoint: Path, tmp_path: Path) -> None:
+    """The three commands a user chains; the build does not export again."""
+    code, out, err = specrun("export", target_checkpoint, "--out", tmp_path / "export")
+    assert (code, out.strip()) == (0, str(tmp_path / "export"))
+    assert "logits equal PyTorch's" in err
+    code, out, err = specrun("build", tmp_path / "export", "--out", tmp_path / "bundle", "--capacity", 128)
+    assert (code, out.strip()) == (0, str(tmp_path / "bundle"))
+    assert "tracing" not in err
+    code, _, err = specrun("build", tmp_path / "export", "--out", tmp_path / "bundle", "--capacity", 128)
+    assert "up to date" in err
+    code, out, _ = specrun("generate", tmp_path / "bundle", "--prompt", PROMPT, "--compare", "--json")
+    assert json.loads(out)["identical"] is True
+
+
+def save_bert(directory: Path) -> Path:
+    transformers.BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(directory)
+    return directory
+
+
+def truncated(directory: Path) -> Path:
+    tiny.save_checkpoint(directory, tiny.make_model(tiny.llama()))
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return directory
+
+
+def corrupt_manifest(bundle: Bundle, directory: Path) -> Path:
+    directory.mkdir()
+    (directory / MANIFEST).write_text((bundle.path / MANIFEST).read_text()[:-40])
+    return directory
+
+
+def edited_graph(bundle: Bundle, directory: Path) -> Path:
+    for file in bundle.path.rglob("*"):
+        if file.is_file():
+            copy = directory / file.relative_to(bundle.path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    graph = directory / "target" / "model.onnx"
+    graph.write_bytes(graph.read_bytes().replace(b"Attention", b"Attentiom", 1))
+    return directory
+
+
+def other_family(directory: Path) -> Path:
+    return tiny.save_checkpoint(
+        directory, tiny.make_model(tiny.llama()), tiny.make_tokenizer(changed={"a": "q!", "e": "q?"})
+    )
+
+
+LONG = "serving " * 300
+Case = Callable[[Bundle, Path, Path], list[object]]
+BAD_INPUTS: dict[str, tuple[Case, str]] = {
+    "missing model": (lambda b, t, p: ["build", p / "nowhere", "--out", p / "out"], "does not exist"),
+    "wrong architecture": (
+        lambda b, t, p: ["build", save_bert(p / "bert"), "--out", p / "out"],
+        "BertForMaskedLM",
+    ),
+    "truncated weights": (lambda b, t, p: ["build", truncated(p / "cut"), "--out", p / "out"], "truncated"),
+    "capacity beyond training": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--capacity", 4096],
+        "trained for 512 positions",
+    ),
+    "draft of another family": (
+        lambda b, t, p: [
+            "build",
+            t,
+            "--draft",
+            other_family(p / "other"),
+            "--out",
+            p / "out",
+            "--capacity",
+            256,
+        ],
+        "another family",
+    ),
+    "build with k = 0": (lambda b, t, p: ["build", t, "--out", p / "out", "--k", 0], "k = 0"),
+    "unknown precision": (lambda b, t, p: ["export", t, "--out", p / "out", "--precision", "fp7"], "fp7"),
+    "foreign output": (lambda b, t, p: ["build", t, "--out", t, "--capacity", 256], "not written by specrun"),
+    "missing bundle": (lambda b, t, p: ["generate", p / "nowhere", "--prompt", "x"], "not a directory"),
+    "corrupt manifest": (
+        lambda b, t, p: ["generate", corrupt_manifest(b, p / "corrupt"), "--prompt", "x"],
+        "not JSON",
+    ),
+    "edited graph": (lambda b, t, p: ["generate", edited_graph(b, p / "edited"), "--prompt", "x"], "SHA-256"),
+    "prompt too long": (lambda b, t, p: ["generate", b.path, "--prompt", LONG], "capacity is 256"),
+    "empty prompt": (lambda b, t, p: ["generate", b.path, "--prompt", ""], "empty prompt"),
+    "negative temperature": (
+        lambda b, t, p: ["generate", b.path, "--prompt", "x", "--temperature", -1],
+        "temperature -1",
+    ),
+    "k = 0": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--k", 0], "k = 0"),
+    "unknown proposer": (
+        lambda b, t, p: ["generate", b.path, "--prompt", "x", "--proposer", "oracle"],
+        "oracle",
+    ),
+    "unknown option": (lambda b, t, p: ["generate", b.path, "--propmt", "x"], "--propmt"),
+    "missing option": (lambda b, t, p: ["generate", b.path], "--prompt"),
+    "not a number": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--k", "two"], "two"),
+    "unknown prompt set": (lambda b, t, p: ["bench", b.path, "--set", "poems"], "poems"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_gives_one_line(
+    case: str, specrun: Specrun, bundle: Bundle, target_checkpoint: Path, tmp_path: Path
+) -> None:
+    arguments, reason = BAD_INPUTS[case]
+    code, out, err = specrun(*arguments(bundle, target_checkpoint, tmp_path))
+    assert code in (cli.EXIT_USAGE, cli.EXIT_REFUSED)
+    assert out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert err.splitlines()[-1] == errors[0]
+    assert reason in errors[0]
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_installed_command_runs(bundle: Bundle) -> None:
+    command = Path(sys.executable).with_name("specrun")
+    done = subprocess.run([command, "info", bundle.path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([command, "info", bundle.path / "no"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (cli.EXIT_REFUSED, "")
+    assert done.stderr.startswith("error: ")
+
+
+def test_compare_warms_up_both_ways(bundle: Bundle) -> None:
+    """Medians over repeats, each plain run beside its speculative one."""
+    from specrun.runner.runner import Request, Runner
+
+    calls = []
+    result = compare(Runner(bundle), Request((1, 2, 3), max_tokens=4), repeats=2, progress=lambda: calls.append(1))
+    assert len(calls) == 2
+    assert result.plain_seconds > 0
+    assert result.speculative_seconds > 0

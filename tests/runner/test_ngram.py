@@ -1,0 +1,62 @@
+"""What n-gram lookup proposes."""
+
+import random
+
+import pytest
+from specrun.runner.proposers.ngram import LONGEST, SHORTEST, NGramLookup
+from specrun.runner.sampling import Chooser, Sampling
+
+CHOOSER = Chooser(Sampling(seed=0))
+
+
+def propose(tokens: list[int], limit: int = 4) -> tuple[int, ...]:
+    lookup = NGramLookup()
+    lookup.start(tokens)
+    return lookup.propose(tokens, limit, CHOOSER).tokens
+
+
+def test_copies_what_followed_the_suffix() -> None:
+    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2]) == (3, 4, 5, 6)
+
+
+def test_longer_match_wins_over_a_later_one() -> None:
+    assert propose([1, 2, 3, 70, 71, 9, 2, 3, 80, 81, 1, 2, 3]) == (70, 71, 9, 2)
+
+
+def test_latest_of_equal_matches_wins() -> None:
+    assert propose([1, 2, 50, 51, 1, 2, 60, 61, 1, 2], limit=2) == (60, 61)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_repetition_is_continued_to_the_limit(period: int) -> None:
+    pattern = list(range(period))
+    tokens = pattern * 10
+    assert propose(tokens, limit=8) == tuple((tokens * 2)[len(tokens) : len(tokens) + 8])
+
+
+def test_nothing_without_a_match() -> None:
+    assert propose([1, 2, 3, 4, 5]) == ()
+    assert propose([1]) == ()
+    assert propose([1, 2, 3, 9, 2], limit=3) == ()  # one token is no match
+
+
+def slow_lookup(tokens: list[int], limit: int) -> tuple[int, ...]:
+    for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                extended = list(tokens)
+                for index in range(limit):
+                    extended.append(extended[end + index])
+                return tuple(extended[len(tokens) :])
+    return ()
+
+
+def test_growing_index_equals_a_search_from_scratch() -> None:
+    rng = random.Random(0)
+    lookup = NGramLookup()
+    for _ in range(3):
+        tokens = [rng.randrange(3) for _ in range(5)]
+        lookup.start(tokens)
+        for _ in range(60):
+            assert lookup.propose(tokens, 4, CHOOSER).tokens == slow_lookup(tokens, 4)
+            tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
