@@ -1,5 +1,5 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFT=...] [K=4] [PRECISION=fp32] [CAPACITY=2048] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFT=...] [K=4] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
 # make lossless  equality with plain decoding on the default model (about 20 minutes)
@@ -13,7 +13,7 @@ MODEL ?= smollm2-135m
 DRAFT ?=
 K ?= 4
 PRECISION ?= fp32
-CAPACITY ?= 2048
+CAPACITY ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
 
 DEMO_BUNDLE := build/bundles/smollm2-135m
@@ -25,8 +25,8 @@ demo: $(VENV)/.export
 	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
 
 engines: $(VENV)/.export
-	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --precision $(PRECISION) --capacity $(CAPACITY) \
-		$(if $(DRAFT),--draft "$(DRAFT)")
+	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --precision $(PRECISION) \
+		$(if $(CAPACITY),--capacity $(CAPACITY)) $(if $(DRAFT),--draft "$(DRAFT)")
 
 test: check
 	$(BIN)/python -m pytest -q -m "not gpu and not model"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specrun.engines import ort
 from specrun.engines.card import CARD_FILE, ExportCard
+from specrun.engines.context import Context
 from specrun.engines.errors import SpecrunError
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
@@ -35,13 +36,14 @@ from specrun.engines.schema import SchemaError
 from specrun.engines.staging import staged_directory
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.export.checkpoint import Checkpoint
-from specrun.export.family import max_context, require_capacity
+from specrun.export.family import context_of
 from specrun.export.graph import PRECISIONS, write_export
 from specrun.export.tokenizer import write_tokenizer
 
 logger = logging.getLogger(__name__)
 
 PREFILL_WIDTH = 128
+DEFAULT_CAPACITY = 2048
 MAX_K = 64
 
 
@@ -58,14 +60,14 @@ class BuildOptions:
     draft: str | None = None
     k: int = 4
     precision: str = "fp32"
-    capacity: int = 2048
+    capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
             raise BuildError(f"got k = {self.k}, expected 1 to {MAX_K}")
         if self.precision not in PRECISIONS:
             raise BuildError(f"got precision {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
-        if self.capacity <= self.k + 1:
+        if self.capacity is not None and self.capacity <= self.k + 1:
             raise BuildError(f"got capacity {self.capacity}, expected more than k + 1 = {self.k + 1} tokens")
 
 
@@ -76,35 +78,42 @@ class Source:
     checkpoint: Checkpoint | None
     export: Path | None
     parameters: int
-    max_context: int
+    name: str
+    context: Context
     fingerprint: str
 
     @classmethod
-    def open(cls, source: str, capacity: int | None, precision: str, downloads: Path) -> "Source":
-        """`capacity`: refuse a model that cannot use so much exactly; None to take what it can."""
+    def open(cls, source: str, precision: str, downloads: Path) -> "Source":
         directory = Path(source)
         if (directory / CARD_FILE).is_file():
-            return cls._of_export(directory, capacity, precision)
+            return cls._of_export(directory, precision)
         checkpoint = Checkpoint.open(source, downloads)
-        if capacity is not None:
-            require_capacity(checkpoint.config, capacity)
-        return cls(checkpoint, None, checkpoint.parameters, max_context(checkpoint.config), checkpoint.fingerprint())
+        return cls(
+            checkpoint=checkpoint,
+            export=None,
+            parameters=checkpoint.parameters,
+            name=checkpoint.name,
+            context=context_of(checkpoint.config),
+            fingerprint=checkpoint.fingerprint(),
+        )
 
     @classmethod
-    def _of_export(cls, directory: Path, capacity: int | None, precision: str) -> "Source":
+    def _of_export(cls, directory: Path, precision: str) -> "Source":
         card = ExportCard.read(directory)
         if card.pinned:
             raise BuildError(f"{directory} was exported with static axes {card.pinned}; export it without --width")
         if card.precision != precision:
             raise BuildError(f"{directory} was exported as {card.precision}, the build asks for {precision}")
-        if capacity is not None and capacity > card.model.max_context:
-            raise BuildError(
-                f"{directory} is exact up to {card.model.max_context} tokens, the capacity is {capacity}; "
-                f"use --capacity {card.model.max_context} or less"
-            )
         entries = "\n".join(f"{name} {entry.sha256}" for name, entry in file_entries(directory).items())
         fingerprint = hashlib.sha256(entries.encode()).hexdigest()
-        return cls(None, directory, card.model.parameters, card.model.max_context, fingerprint)
+        return cls(
+            checkpoint=None,
+            export=directory,
+            parameters=card.model.parameters,
+            name=card.model.name,
+            context=card.model.context,
+            fingerprint=fingerprint,
+        )
 
     def vocabulary(self) -> Vocabulary:
         """The vocabulary, before anything is exported."""
@@ -130,8 +139,10 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     Returns False if the bundle was already there, made from the same inputs, and is intact.
     Raises an error of `engines` or `export` that says what is wrong.
     """
-    target = Source.open(options.model, options.capacity, options.precision, downloads)
-    draft = Source.open(options.draft, None, options.precision, downloads) if options.draft else None
+    target = Source.open(options.model, options.precision, downloads)
+    draft = Source.open(options.draft, options.precision, downloads) if options.draft else None
+    capacity = options.capacity or min(DEFAULT_CAPACITY, target.context.positions)
+    target.context.require(capacity, target.name)
     fingerprint = _fingerprint(options, target, draft)
     if _is_current(options.out, fingerprint):
         logger.info("%s is up to date", options.out)
@@ -154,8 +165,8 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 format_version=FORMAT_VERSION,
                 backend=ort.NAME,
                 precision=options.precision,
-                capacity=options.capacity,
-                draft_capacity=min(options.capacity, draft.max_context) if draft else 0,
+                capacity=capacity,
+                draft_capacity=min(capacity, draft.context.limit) if draft else 0,
                 k=options.k,
                 widths=(1, options.k + 1, PREFILL_WIDTH),
                 draft_method=DRAFT_MODEL if draft else NGRAM,

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from specrun.engines.context import Context
 from specrun.engines.errors import SpecrunError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
@@ -50,7 +51,7 @@ class ModelEntry:
     name: str
     family: str  # transformers' model_type
     parameters: int
-    max_context: int  # tokens, as trained
+    context: Context
     signature: Signature
     cache_dtype: str  # NumPy name of the element type of the KV cache
     vocabulary_size: int  # logits beyond it are padding and are never chosen

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import onnxruntime as ort
+
 from specrun.engines.errors import SpecrunError
 
 NAME = "ort"

@@ -4,8 +4,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrun.engines.errors import SpecrunError
 from tokenizers import Tokenizer
+
+from specrun.engines.errors import SpecrunError
 
 # Checkpoints of one family differ by a few added tokens (chat markers, tool markers); another family
 # differs in thousands.
@@ -22,13 +23,19 @@ class VocabularyMismatchError(SpecrunError):
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read `tokenizer.json` at `path`. Raises TokenizerError."""
+    """Read `tokenizer.json` at `path`, without the padding and truncation that some carry from training.
+
+    Raises TokenizerError.
+    """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist; expected a tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer.json: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class ContractModule(torch.nn.Module):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=mask,
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
         return out.logits, tuple(cache.updated)

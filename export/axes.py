@@ -2,6 +2,7 @@
 
 import onnx_ir as ir
 from onnxscript import optimizer
+
 from specrun.engines.signature import Shape, Signature
 
 

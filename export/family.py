@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from specrun.engines.context import Context
 from specrun.engines.errors import SpecrunError
 
 logger = logging.getLogger(__name__)
@@ -65,32 +66,12 @@ def require_family(config: Any) -> None:
         logger.warning("family %s is not among the tested ones; the validation after export decides", config.model_type)
 
 
-def max_context(config: Any) -> int:
-    """The most tokens for which full attention equals the model: positions trained, windows not yet cut."""
-    limits = [int(config.max_position_embeddings)]
-    if (window := sliding_window(config)) is not None:
-        limits.append(window)
-    return min(limits)
+def context_of(config: Any) -> Context:
+    """How much context the model can use exactly."""
+    return Context(positions=int(config.max_position_embeddings), window=_sliding_window(config))
 
 
-def require_capacity(config: Any, capacity: int) -> None:
-    """Refuse a KV cache capacity that the model cannot use exactly. Raises UnsupportedModelError."""
-    window = sliding_window(config)
-    if window is not None and window < capacity:
-        raise _unsupported(
-            config,
-            f"its sliding window of {window} tokens is shorter than the capacity of {capacity}; "
-            f"use --capacity {window} or less",
-        )
-    if capacity > config.max_position_embeddings:
-        raise _unsupported(
-            config,
-            f"it was trained for {config.max_position_embeddings} positions, the capacity is {capacity}; "
-            f"use --capacity {config.max_position_embeddings} or less",
-        )
-
-
-def sliding_window(config: Any) -> int | None:
+def _sliding_window(config: Any) -> int | None:
     """The shortest attention window of any layer, or None where all layers see everything."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
+
 from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.errors import SpecrunError
 from specrun.engines.manifest import ENGINE_FILE, ModelEntry
@@ -17,7 +18,7 @@ from specrun.engines.staging import staged_directory
 from specrun.engines.vocabulary import Vocabulary
 from specrun.export.axes import pin_axes
 from specrun.export.checkpoint import Checkpoint
-from specrun.export.family import max_context, require_capacity
+from specrun.export.family import context_of
 from specrun.export.tokenizer import write_tokenizer
 from specrun.export.trace import save, signature_of, trace
 from specrun.export.validate import Trial, validate_graph, validate_values
@@ -43,6 +44,9 @@ def export_model(checkpoint: Checkpoint, out: Path, precision: str, width: int |
     pinned = {} if width is None or capacity is None else {BATCH: 1, TOKENS: width, CAPACITY: capacity}
     if pinned and not 0 < pinned[TOKENS] <= pinned[CAPACITY]:
         raise ExportOptionError(f"got --width {width} --capacity {capacity}, expected 0 < width <= capacity")
+    # A file with open axes may be used with any capacity, so it must be exact for all positions.
+    context = context_of(checkpoint.config)
+    context.require(context.positions if capacity is None else capacity, checkpoint.name)
     with staged_directory(out, CARD_FILE) as directory:
         require_room(checkpoint.parameters, checkpoint.parameters, directory)
         write_export(checkpoint, directory, precision, pinned)
@@ -52,8 +56,6 @@ def write_export(checkpoint: Checkpoint, directory: Path, precision: str, pinned
     """Export into an existing directory. `pinned`: static sizes of axes, or empty."""
     if precision not in PRECISIONS:
         raise ExportOptionError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
-    if pinned:
-        require_capacity(checkpoint.config, pinned[CAPACITY])
     name = checkpoint.name
     logger.info("%s: loading %s parameters (%s)", name, f"{checkpoint.parameters:,}", checkpoint.family)
     tokenizer, special_tokens = write_tokenizer(checkpoint, directory)
@@ -72,7 +74,7 @@ def write_export(checkpoint: Checkpoint, directory: Path, precision: str, pinned
     logger.info("%s: validating against PyTorch", name)
     dtype = str(model.dtype).removeprefix("torch.")
     validate_graph(path, signature, pinned, dtype)
-    worst = validate_values(path, model, signature, Trial.of(pinned, max_context(model.config)))
+    worst = validate_values(path, model, signature, Trial.of(pinned, context_of(model.config).limit))
     logger.info("%s: logits equal PyTorch's to %.1e of the largest", name, worst)
 
     vocabulary = Vocabulary.of(tokenizer)
@@ -83,7 +85,7 @@ def write_export(checkpoint: Checkpoint, directory: Path, precision: str, pinned
             name=name,
             family=checkpoint.family,
             parameters=checkpoint.parameters,
-            max_context=max_context(model.config),
+            context=context_of(model.config),
             signature=signature,
             cache_dtype=dtype,
             vocabulary_size=min(vocabulary.size, signature.vocab_size),

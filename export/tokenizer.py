@@ -4,10 +4,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, pre_tokenizers
+
 from specrun.engines.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.checkpoint import Checkpoint, CheckpointError, read_json
-from tokenizers import Tokenizer, pre_tokenizers
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Trace a transformers model into one ONNX graph of standard operators."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import OPSET, Signature
 from specrun.export.attention import ATTENTION, ContractModule
@@ -31,7 +33,7 @@ def signature_of(model: Any) -> Signature:
     """
     with torch.no_grad():
         out = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
-    shapes = {tuple(rows.shape) for layer in out.past_key_values.layers for rows in (layer.keys, layer.values)}
+    shapes = {tuple(rows.shape) for layer in out.cache.layers for rows in (layer.keys, layer.values)}
     if len(shapes) != 1:
         raise TraceError(
             f"{type(model).__name__} has caches of several shapes, {sorted(shapes)}; expected the same for the "
@@ -39,7 +41,7 @@ def signature_of(model: Any) -> Signature:
         )
     _, kv_heads, _, head_dim = shapes.pop()
     return Signature(
-        num_layers=len(out.past_key_values.layers),
+        num_layers=len(out.cache.layers),
         kv_heads=int(kv_heads),
         head_dim=int(head_dim),
         vocab_size=int(out.logits.shape[-1]),
@@ -105,7 +107,13 @@ def onnx_attention_in(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns about its own internals, several hundred lines for one model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """The exporter warns about its own internals, and about torchvision, which no language model needs."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

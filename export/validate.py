@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import (
     BATCH,
@@ -82,8 +83,7 @@ class Trial:
     @classmethod
     def of(cls, pinned: dict[str, int], max_context: int) -> "Trial":
         if pinned:
-            width, capacity = pinned[TOKENS], pinned[CAPACITY]
-            return cls(pinned[BATCH], capacity, (width,) * max(1, min(3, capacity // width - 1)), width)
+            return cls(pinned[BATCH], pinned[CAPACITY], (pinned[TOKENS],) * 3, pinned[TOKENS])
         return cls(batch=2, capacity=min(32, max_context), widths=(7, 5, 1, 4), tree_nodes=7)
 
 
@@ -141,9 +141,9 @@ class _Comparison:
     def run(self) -> float:
         wanted = np.stack([self._reference(row) for row in self.ids])
         for step, width in enumerate(self.trial.widths):
-            chain = np.ones((width, width), bool)
+            self._make_room(width)
             tokens = np.stack([self.ids[row, at : at + width] for row, at in enumerate(self.lengths)])
-            got = self._call(tokens, np.arange(width), np.tril(chain))
+            got = self._call(tokens, np.arange(width), np.tri(width, dtype=bool))
             for row, at in enumerate(self.lengths):
                 error = RaggedBatchValuesError if row else ChunkValuesError
                 self._compare(got[row], wanted[row, at : at + width], error, f"{width} tokens at offset {at}")
@@ -152,9 +152,14 @@ class _Comparison:
         self._tree()
         return self.worst
 
+    def _make_room(self, rows: int) -> None:
+        """A static file may be as wide as its capacity: go back far enough."""
+        self.lengths = np.minimum(self.lengths, self.trial.capacity - rows)
+
     def _tree(self) -> None:
         """A binary tree below the committed tokens; each node against the chain that leads to it."""
         nodes = self.trial.tree_nodes
+        self._make_room(nodes)
         paths = list(_tree_paths(nodes))
         mask = np.zeros((nodes, nodes), bool)
         for node, path in enumerate(paths):

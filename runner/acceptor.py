@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+
 from specrun.runner.sampling import Chooser
 from specrun.runner.types import Proposal, Verdict
 

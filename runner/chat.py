@@ -1,11 +1,14 @@
 """Chat templates: a conversation -> the prompt text that the model was trained on."""
 
+import json
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from specrun.runner.sampling import RequestError
 
 
@@ -14,7 +17,10 @@ def render(template: str, messages: list[dict[str, str]], special_tokens: dict[s
 
     The environment is the one that transformers' templates are written for. Raises RequestError.
     """
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
@@ -24,6 +30,16 @@ def render(template: str, messages: list[dict[str, str]], special_tokens: dict[s
     except TemplateError as error:
         raise RequestError(f"the chat template refuses this conversation: {error}") from error
     return rendered
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it stands for its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise(message: str) -> Any:

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
 from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.runner.sampling import RequestError, Sampling
 
@@ -89,8 +91,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
-sampling_options = _options(
-    click.option("--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: greedy."),
+filter_options = _options(
     click.option("--top-p", type=float, default=Sampling.top_p, show_default=True, help="1: off."),
     click.option("--top-k", type=int, default=Sampling.top_k, show_default=True, help="0: off."),
     click.option("--min-p", type=float, default=Sampling.min_p, show_default=True, help="0: off."),
@@ -122,8 +123,8 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 @click.option("--draft", help="Draft model of the same family (a MODEL too). Without: n-gram lookup only.")
 @click.option("--k", type=int, default=4, show_default=True, help="Drafted tokens per round.")
 @click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
-@click.option("--capacity", type=int, default=2048, show_default=True, help="Prompt and output tokens together.")
-def build(model: str, out: Path, draft: str | None, k: int, precision: str, capacity: int) -> None:
+@click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
+def build(model: str, out: Path, draft: str | None, k: int, precision: str, capacity: int | None) -> None:
     """Build MODEL into a bundle, unless it is there already, made from the same inputs.
 
     MODEL: as for `specrun export`, or a directory that it left.
@@ -161,7 +162,8 @@ def info(bundle: Path, as_json: bool) -> None:
 @click.option("--prompt", required=True, help="Text to continue, or with --chat what the user says.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@sampling_options
+@click.option("--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: greedy.")
+@filter_options
 @click.option("--seed", type=int, help="Random if not given; shown with the result.")
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--k", type=int, help="Drafted tokens per round; default: as built.")
@@ -194,12 +196,14 @@ def _stream(runner: "Runner", request: "Request") -> int:
     from specrun.runner.statistics import Statistics
 
     statistics = Statistics()
+    request = replace(request, sampling=request.sampling.with_seed())
     for event in runner.stream(request, statistics):
         click.echo(event.text, nl=False)
     click.echo()
     click.echo(
         f"{statistics.emitted} tokens, {statistics.tok_s:.1f} tokens/s, "
-        f"{statistics.acceptance_length:.2f} tokens per round",
+        f"{statistics.acceptance_length:.2f} tokens per round"
+        + (f", seed {request.sampling.seed}" if request.sampling.temperature > 0 else ""),
         err=True,
     )
     return 0
@@ -250,9 +254,7 @@ def _describe(divergence: Any) -> str:
 @click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
 @click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
 @click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
-@click.option("--top-p", type=float, default=Sampling.top_p, show_default=True)
-@click.option("--top-k", type=int, default=Sampling.top_k, show_default=True)
-@click.option("--min-p", type=float, default=Sampling.min_p, show_default=True)
+@filter_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--repeats", type=int, default=3, show_default=True, help="Timed pairs per prompt; medians are taken.")

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+
 from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.sampling import Chooser
 

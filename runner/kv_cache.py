@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+
 from specrun.engines.errors import SpecrunError
 from specrun.engines.signature import Signature
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from specrun.runner.acceptor import accept
 from specrun.runner.proposers import Proposer
 from specrun.runner.sampling import Chooser

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from specrun.engines.errors import SpecrunError
 from specrun.runner import noise
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from specrun.engines.manifest import Bundle
 from specrun.runner.runner import Runner
-
 from tests import tiny
 
 SHARPNESS = 12.0  # gives the tiny target a clear favourite at most positions

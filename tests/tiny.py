@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from specrun.engines.build import BuildOptions, build_bundle
-from specrun.engines.manifest import Bundle
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
+
+from specrun.engines.build import BuildOptions, build_bundle
+from specrun.engines.manifest import Bundle
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
 END = "<end>"

@@ -1,14 +1,9 @@
-"""Whatever guesses. One file per proposer; `PROPOSERS` names them all."""
+"""Whatever guesses, one file per proposer, and what the loop expects of it."""
 
 from typing import Protocol
 
-from specrun.engines.manifest import DRAFT_MODEL, NGRAM
-from specrun.runner.proposers.draft_model import DraftModel
-from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.sampling import Chooser
 from specrun.runner.types import Proposal
-
-PROPOSERS = {DRAFT_MODEL: DraftModel, NGRAM: NGramLookup}
 
 
 class Proposer(Protocol):

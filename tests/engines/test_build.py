@@ -6,15 +6,16 @@ from typing import Any
 
 import onnx
 import pytest
+
 from specrun.engines import build as build_module
 from specrun.engines import memory, ort
 from specrun.engines.build import BuildError, BuildOptions, build_bundle
+from specrun.engines.context import ContextError
 from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import MANIFEST, Bundle
 from specrun.engines.vocabulary import Vocabulary, VocabularyMismatchError, require_shared
 from specrun.export.checkpoint import Checkpoint
 from specrun.export.graph import export_model
-
 from tests import tiny
 
 
@@ -47,7 +48,7 @@ def test_unchanged_inputs_are_not_built_again(target_checkpoint: Path, tmp_path:
     (out / "target" / "model.onnx").write_bytes(b"damaged")
     assert build_bundle(BuildOptions(str(exported), out, capacity=128, k=3), tmp_path)
     Bundle.open(out)
-    with pytest.raises(BuildError, match="exact up to 512 tokens"):
+    with pytest.raises(ContextError, match="trained for 512 positions"):
         build_bundle(BuildOptions(str(exported), out, capacity=513), tmp_path)
     with pytest.raises(BuildError, match="exported as fp32"):
         build_bundle(BuildOptions(str(exported), out, capacity=128, precision="fp16"), tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from specrun.engines.manifest import MANIFEST, Bundle, BundleError, Manifest
 from specrun.engines.schema import SchemaError, from_json, to_json
 

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from specrun.engines.staging import OutputError, staged_directory
 
 

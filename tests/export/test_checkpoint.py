@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFWriter
+
+from specrun.engines.context import ContextError
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.checkpoint import Checkpoint, CheckpointError
-from specrun.export.family import UnsupportedModelError, max_context, require_capacity
+from specrun.export.family import UnsupportedModelError, context_of
+from specrun.export.graph import export_model
 from specrun.export.tokenizer import write_tokenizer
-
 from tests import tiny
 
 
@@ -144,18 +146,21 @@ def test_remote_code_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_sliding_window_limits_the_capacity() -> None:
+def test_sliding_window_limits_the_capacity(tmp_path: Path) -> None:
     windowed = tiny.family_configs()["mistral"]
     windowed.sliding_window = 128
-    assert max_context(windowed) == 128
-    require_capacity(windowed, 128)
-    with pytest.raises(UnsupportedModelError, match="sliding window of 128 tokens is shorter than the capacity of 129"):
-        require_capacity(windowed, 129)
+    context_of(windowed).require(128, "mistral")
+    with pytest.raises(ContextError, match="sliding window of 128 tokens is shorter than the capacity of 129"):
+        context_of(windowed).require(129, "mistral")
     unused = tiny.family_configs()["qwen2"]  # has a window that no layer uses
     unused.sliding_window, unused.layer_types = 128, ["full_attention", "full_attention"]
-    assert max_context(unused) == 512
-    with pytest.raises(UnsupportedModelError, match="trained for 512 positions"):
-        require_capacity(unused, 513)
+    context_of(unused).require(512, "qwen2")
+    with pytest.raises(ContextError, match="trained for 512 positions"):
+        context_of(unused).require(513, "qwen2")
+    # Nothing says how a file with open axes will be used.
+    checkpoint = opened(tiny.save_checkpoint(tmp_path / "model", tiny.make_model(windowed)))
+    with pytest.raises(ContextError, match="sliding window of 128 tokens is shorter than the capacity of 512"):
+        export_model(checkpoint, tmp_path / "out", "fp32", None, None)
 
 
 def write_gguf(path: Path, pre_tokenizer: str) -> None:
@@ -228,8 +233,13 @@ def test_damaged_gguf_is_refused(tmp_path: Path) -> None:
 
 
 def test_published_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
-    tiny.save_checkpoint(tmp_path, tiny.make_model(tiny.llama()))
+    """But for padding and truncation, which are training's."""
+    published = tiny.make_tokenizer()
+    published.enable_padding(length=32)
+    published.enable_truncation(max_length=4)
+    tiny.save_checkpoint(tmp_path, tiny.make_model(tiny.llama()), published)
     (tmp_path / "out").mkdir()
     write_tokenizer(opened(tmp_path), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
-    assert load_tokenizer(tmp_path / "out" / "tokenizer.json").get_vocab_size() == tiny.VOCABULARY_SIZE
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert tokenizer.encode("abcdefgh").ids == tiny.make_tokenizer().encode("abcdefgh").ids

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+
 from specrun.engines.card import ExportCard
 from specrun.engines.manifest import ENGINE_FILE
 from specrun.export.checkpoint import Checkpoint
 from specrun.export.family import TESTED_FAMILIES
 from specrun.export.graph import export_model
-
 from tests import tiny
 
 ROTARY = {

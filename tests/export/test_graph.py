@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+
 from specrun.engines.card import ExportCard
 from specrun.engines.manifest import ENGINE_FILE
 from specrun.export.checkpoint import Checkpoint
@@ -115,7 +116,7 @@ def test_validation_names_the_fault(fault: str | None, exported: Path, target_ch
             validate()
 
 
-@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("width", [1, 5, 64])
 def test_static_file_has_no_named_axes(width: int, target_checkpoint: Path, tmp_path: Path) -> None:
     export_model(Checkpoint.open(str(target_checkpoint), tmp_path), tmp_path / "static", "fp32", width, 64)
     graph = onnx.load(tmp_path / "static" / ENGINE_FILE).graph

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from specrun.runner.kv_cache import CapacityError
 
 Array = np.ndarray[Any, Any]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+
 from specrun.engines.manifest import MANIFEST, Bundle
 from specrun.runner import cli
 from specrun.runner.compare import compare
 from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
 from specrun.runner.sampling import RequestError
-
 from tests import tiny
 
 PROMPT = "the serving of serving of serving"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from specrun.runner import loop
 from specrun.runner.loop import Limits, decode
 from specrun.runner.proposers import Proposer
@@ -15,7 +16,6 @@ from specrun.runner.sampling import Chooser, Sampling
 from specrun.runner.session import Session
 from specrun.runner.statistics import Statistics
 from specrun.runner.types import Proposal, Token, Verdict
-
 from tests.runner.stand_in import TableSession, context_logits
 from tests.runner.test_sampling import chi_square, target_probs
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from specrun.runner.compare import Divergence, explain
 from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
 from specrun.runner.runner import Request, Runner

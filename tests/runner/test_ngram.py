@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from specrun.runner.proposers.ngram import LONGEST, SHORTEST, NGramLookup
 from specrun.runner.sampling import Chooser, Sampling
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from scipy import stats
+
 from specrun.runner import noise
 
 MASK = 2**64 - 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from specrun.engines.manifest import MANIFEST, Bundle, BundleError, file_entries
 from specrun.engines.schema import to_json
 from specrun.engines.vocabulary import Vocabulary, VocabularyMismatchError
@@ -17,7 +19,6 @@ from specrun.export.checkpoint import Checkpoint
 from specrun.runner.compare import compare
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import RequestError, Sampling
-
 from tests import tiny
 
 PROMPT = tiny.make_tokenizer().encode("the serving of serving of serving").ids
@@ -206,3 +207,28 @@ def test_runner_needs_no_training_library(bundle: Bundle) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "pip install 'specrun[export]'" in done.stderr
+
+
+def test_half_precision_bundle_is_lossless(target_checkpoint: Path, tmp_path: Path) -> None:
+    half = Runner(tiny.make_bundle(tmp_path, target_checkpoint, precision="fp16"))
+    for sampling in SAMPLINGS[:2]:
+        result = compare(half, request(sampling=sampling, k=4), repeats=1)
+        assert result.lossless, result.divergence
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident size from /proc")
+def test_memory_is_flat_over_requests(runner: Runner) -> None:
+    """Known fault 19: prompts of all lengths, so that every width of a call occurs."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def serve(requests: int) -> None:
+        for length in range(1, requests):
+            prompt = tuple((PROMPT * 20)[: length % 200 + 1])
+            runner.generate(Request(prompt, max_tokens=3, proposer=("ngram", "draft-model")[length % 2]))
+
+    serve(250)
+    before = resident_bytes()
+    serve(500)
+    assert resident_bytes() - before < 8 << 20

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+
 from specrun.runner import noise
 from specrun.runner.sampling import Chooser, LogitsError, RequestError, Sampling
 

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from specrun.runner.text import TextStream
 from tokenizers import Tokenizer, decoders, models
 
+from specrun.runner.text import TextStream
 from tests import tiny
 
 SAMPLES = ["plain text", "emoji 😀👩‍👩‍👧 and Hangul 한국어 mixed", "e\u0301 combining", "a\ufffdb"]
