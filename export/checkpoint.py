@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,10 +173,7 @@ def _count_safetensors(directory: Path) -> int:
         try:
             with safe_open(shard, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
-                    count = 1
-                    for size in file.get_slice(key).get_shape():
-                        count *= size
-                    total += count
+                    total += prod(file.get_slice(key).get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"{shard} is damaged or truncated ({error}); download it again") from error
     return total
@@ -194,12 +192,18 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _count_gguf(path: Path) -> int:
-    from gguf import GGUFReader
+    from transformers.integrations.gguf.reader import GgufHeader
 
     try:
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
-    except Exception as error:  # the reader raises ValueError, IndexError or KeyError for damaged files
+        header = GgufHeader.from_file(str(path))
+    except Exception as error:  # the reader raises struct.error, ValueError, IndexError or KeyError
         raise CheckpointError(f"{path} is damaged or truncated ({_first_line(error)}); download it again") from error
+    end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    if path.stat().st_size < end:
+        raise CheckpointError(
+            f"{path} is truncated: got {path.stat().st_size} bytes, expected {end}; download it again"
+        )
+    return sum(prod(tensor.shape) for tensor in header.tensors)
 
 
 def _first_line(error: Exception) -> str:

@@ -65,13 +65,11 @@ def _restore_pre_tokenizer(tokenizer: Tokenizer, gguf: Path) -> None:
 
     Without this, digits and runs of spaces are split differently than in training.
     """
-    from gguf import GGUFReader
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
-    fields = GGUFReader(gguf).fields
-    model, name = (
-        fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-    )
+    metadata, _ = read_gguf_metadata(str(gguf))
+    model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2" or name in GGUF_PRE_TOKENIZER_SPLITS or name == "gpt-2":
         return
     if name != "smollm":
