@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
 
-DRAFT_MODEL, NGRAM = "draft-model", "ngram"
+DRAFT_MODEL, NGRAM = "draft_model", "ngram"
 
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -71,7 +71,7 @@ class Manifest:
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round
     widths: tuple[int, ...]  # tokens per call: plain decoding, verification, prefill chunk
-    draft_method: str  # default proposer: "draft-model" | "ngram"
+    draft_method: str  # default proposer: "draft_model" | "ngram"
     target: ModelEntry
     draft: ModelEntry | None
     files: dict[str, FileEntry]  # by path relative to the bundle

@@ -167,7 +167,7 @@ def info(bundle: Path, as_json: bool) -> None:
 @click.option("--seed", type=int, help="Random if not given; shown with the result.")
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--k", type=int, help="Drafted tokens per round; default: as built.")
-@click.option("--proposer", help="ngram, draft-model or none (plain decoding); default: as built.")
+@click.option("--proposer", help="ngram, draft_model or none (plain decoding); default: as built.")
 @click.option("--compare", "comparing", is_flag=True, help="Run plain and speculative, compare output and speed.")
 @json_option
 def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bool, **options: Any) -> int:

@@ -28,7 +28,7 @@ def test_bundle_holds_what_it_says(bundle: Bundle) -> None:
     assert manifest.widths == (1, 5, 128)
     assert manifest.capacity == 256
     assert manifest.draft_capacity == 96  # what the draft was trained for
-    assert manifest.draft_method == "draft-model"
+    assert manifest.draft_method == "draft_model"
     assert manifest.target.vocabulary_size == tiny.VOCABULARY_SIZE
     on_disk = {file.relative_to(bundle.path).as_posix() for file in bundle.path.rglob("*") if file.is_file()}
     assert on_disk == {*manifest.files, MANIFEST}

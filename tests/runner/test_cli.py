@@ -98,7 +98,7 @@ def test_difference_is_an_exit_code(specrun: Specrun, bundle: Bundle, monkeypatc
         "--max-tokens",
         24,
         "--proposer",
-        "draft-model",
+        "draft_model",
         "--compare",
     )
     code, out, _ = specrun(*arguments)

@@ -36,7 +36,7 @@ def request(**changes: object) -> Request:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("proposer", ["ngram", "draft-model"])
+@pytest.mark.parametrize("proposer", ["ngram", "draft_model"])
 def test_output_equals_plain_decoding(proposer: str, k: int, sampling: Sampling, runner: Runner) -> None:
     """Known faults 1, 12, 13, 22 and 23: a random draft with another padding of the vocabulary."""
     result = compare(runner, request(sampling=sampling, k=k, proposer=proposer), repeats=1)
@@ -49,7 +49,7 @@ def test_output_equals_plain_decoding(proposer: str, k: int, sampling: Sampling,
 @pytest.mark.parametrize("k", range(1, 9))
 def test_twin_draft_is_accepted_whole(k: int, sampling: Sampling, twin_runner: Runner) -> None:
     """Known fault 3."""
-    result = compare(twin_runner, request(sampling=sampling, k=k, proposer="draft-model"), repeats=1)
+    result = compare(twin_runner, request(sampling=sampling, k=k, proposer="draft_model"), repeats=1)
     assert result.identical, result.divergence
     assert result.speculative.statistics.proposed_at.total() > 0
     assert result.speculative.statistics.accepted_at == result.speculative.statistics.proposed_at
@@ -82,12 +82,12 @@ def test_cache_grows_without_changing_the_output(target_checkpoint: Path, tmp_pa
 def test_prompt_beyond_the_drafts_context_gives_the_same_text(runner: Runner) -> None:
     """Known fault 5: the draft has 96 positions, the target 256."""
     for length in (85, 94, 95, 96, 97, 150):
-        long = dataclasses.replace(request(proposer="draft-model"), prompt_ids=tuple((PROMPT * 20)[:length]))
+        long = dataclasses.replace(request(proposer="draft_model"), prompt_ids=tuple((PROMPT * 20)[:length]))
         assert runner.generate(long).ids == runner.generate(long.plain()).ids
 
 
 @pytest.mark.parametrize("room", range(1, 7))
-@pytest.mark.parametrize("proposer", ["none", "ngram", "draft-model"])
+@pytest.mark.parametrize("proposer", ["none", "ngram", "draft_model"])
 def test_generation_fills_the_context_exactly(proposer: str, room: int, twin_runner: Runner) -> None:
     """Known fault 4."""
     prompt = tuple((PROMPT * 20)[: 256 - room])
@@ -123,7 +123,7 @@ def test_seed_is_drawn_and_reported(runner: Runner) -> None:
 def test_stop_string_inside_a_block(max_tokens: int, twin_runner: Runner) -> None:
     """Known fault 7: ids and text end with the stop string even where the block crosses max_tokens."""
     for seed in range(20):  # until the last token is a whole character
-        sampled = request(sampling=Sampling(temperature=1.0, seed=seed), k=8, proposer="draft-model")
+        sampled = request(sampling=Sampling(temperature=1.0, seed=seed), k=8, proposer="draft_model")
         text = twin_runner.generate(dataclasses.replace(sampled, max_tokens=max_tokens)).text
         if not text.endswith("\ufffd"):
             break
@@ -139,7 +139,7 @@ def test_stop_string_inside_a_block(max_tokens: int, twin_runner: Runner) -> Non
 
 
 def test_events_tell_origin_and_join_to_the_text(twin_runner: Runner) -> None:
-    events = list(twin_runner.stream(request(k=4, proposer="draft-model", max_tokens=10)))
+    events = list(twin_runner.stream(request(k=4, proposer="draft_model", max_tokens=10)))
     assert [event.token.origin for event in events] == (["drafted"] * 4 + ["bonus"]) * 2
     plain = twin_runner.generate(request(proposer="none", max_tokens=10))
     assert "".join(event.text for event in events) == plain.text
@@ -193,7 +193,7 @@ def test_runner_needs_no_training_library(bundle: Bundle) -> None:
         for module in pkgutil.walk_packages(specrun.runner.__path__, "specrun.runner."):
             importlib.import_module(module.name)
         from specrun.runner.cli import run
-        for proposer in ("ngram", "draft-model"):
+        for proposer in ("ngram", "draft_model"):
             code = run(["generate", sys.argv[1], "--prompt", "the serving", "--compare", "--proposer", proposer])
             assert code == 0, code
         assert run(["info", sys.argv[1]]) == 0
@@ -226,7 +226,7 @@ def test_memory_is_flat_over_requests(runner: Runner) -> None:
     def serve(requests: int) -> None:
         for length in range(1, requests):
             prompt = tuple((PROMPT * 20)[: length % 200 + 1])
-            runner.generate(Request(prompt, max_tokens=3, proposer=("ngram", "draft-model")[length % 2]))
+            runner.generate(Request(prompt, max_tokens=3, proposer=("ngram", "draft_model")[length % 2]))
 
     serve(250)
     before = resident_bytes()
