@@ -1,6 +1,5 @@
 """The exported file: what validation catches, static files, precisions, and TensorRT-RTX."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,23 +132,3 @@ def test_senseless_sizes_are_refused(
     with pytest.raises(ExportOptionError):
         export_model(Checkpoint.open(str(target_checkpoint), tmp_path), tmp_path / "out", "fp32", width, capacity)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="tensorrt_rtx is a test dependency on Linux only")
-def test_fp16_builds_in_tensorrt_rtx(target_checkpoint: Path, tmp_path: Path) -> None:
-    """Parses and builds without a GPU; attention and cache update become native layers."""
-    import tensorrt_rtx as trt
-
-    export_model(Checkpoint.open(str(target_checkpoint), tmp_path), tmp_path / "fp16", "fp16", 5, 128)
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
-    network = builder.create_network(0)
-    parser = trt.OnnxParser(network, logger)
-    parsed = parser.parse_from_file(str(tmp_path / "fp16" / ENGINE_FILE))
-    assert parsed, [parser.get_error(index).desc() for index in range(parser.num_errors)]
-    layers = [network.get_layer(index).type.name for index in range(network.num_layers)]
-    assert layers.count("KV_CACHE_UPDATE") == 4
-    assert layers.count("ATTENTION_INPUT") == 2
-    engine = builder.build_serialized_network(network, builder.create_builder_config())
-    assert engine is not None
-    assert engine.nbytes > 100_000
