@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import specrun.export
 from specrun.engines import ort
 from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.context import Context
@@ -198,7 +199,11 @@ def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -
 
 def _fingerprint(options: BuildOptions, target: Source, draft: Source | None) -> str:
     """Of everything that shapes the bundle: weights, options, the code of both stages, library versions."""
-    code = [file for stage in (Path(__file__).parent, _export_directory()) for file in sorted(stage.glob("*.py"))]
+    code = [
+        file
+        for stage in (Path(__file__).parent, Path(specrun.export.__file__).parent)
+        for file in sorted(stage.glob("*.py"))
+    ]
     parts = [
         target.fingerprint,
         draft.fingerprint if draft else "",
@@ -207,12 +212,6 @@ def _fingerprint(options: BuildOptions, target: Source, draft: Source | None) ->
         *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _export_directory() -> Path:
-    from specrun.export import graph
-
-    return Path(graph.__file__).parent
 
 
 def _is_current(out: Path, fingerprint: str) -> bool:

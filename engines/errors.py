@@ -11,3 +11,8 @@ class SpecrunError(Exception):
 
 class UnfitError(SpecrunError):
     """The machine cannot do what was asked: memory, disk or a missing package."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, short enough to stand in one of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

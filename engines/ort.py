@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from specrun.engines.errors import SpecrunError
+from specrun.engines.errors import SpecrunError, first_line
 
 NAME = "ort"
 PROVIDERS = ["CPUExecutionProvider"]
@@ -58,7 +58,3 @@ def _session(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
         return ort.InferenceSession(str(path), options, providers=PROVIDERS)
     except Exception as error:  # the bindings raise a class of their own per status code, all plain Exceptions
         raise EngineError(f"ONNX Runtime {ort.__version__} refuses {path}: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

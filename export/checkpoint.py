@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrun.engines.errors import SpecrunError
+from specrun.engines.errors import SpecrunError, first_line
 from specrun.engines.manifest import FileEntry
 from specrun.export import builtin
 from specrun.export.family import require_family
@@ -106,7 +106,7 @@ class Checkpoint:
         try:
             model, report = AutoModelForCausalLM.from_pretrained(self.directory, **options)
         except Exception as error:  # transformers, safetensors and gguf raise their own kinds for damaged files
-            raise CheckpointError(f"the weights of {self.name} cannot be loaded: {_first_line(error)}") from error
+            raise CheckpointError(f"the weights of {self.name} cannot be loaded: {first_line(error)}") from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
             raise CheckpointError(
@@ -147,7 +147,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except Exception as error:  # the hub client's errors have no common base besides Exception
         raise CheckpointError(
-            f"{hub_id} is no folder here and cannot be had from the Hugging Face hub: {_first_line(error)}"
+            f"{hub_id} is no folder here and cannot be had from the Hugging Face hub: {first_line(error)}"
         ) from error
 
 
@@ -161,7 +161,7 @@ def _read_config(directory: Path, gguf: Path | None) -> Any:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, **options)
     except Exception as error:  # ValueError, KeyError, OSError, struct.error ... depending on what is wrong
         source = gguf or directory / CONFIG_FILE
-        raise CheckpointError(f"transformers cannot read {source}: {_first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read {source}: {first_line(error)}") from error
 
 
 def _count_safetensors(directory: Path) -> int:
@@ -197,14 +197,10 @@ def _count_gguf(path: Path) -> int:
     try:
         header = GgufHeader.from_file(str(path))
     except Exception as error:  # the reader raises struct.error, ValueError, IndexError or KeyError
-        raise CheckpointError(f"{path} is damaged or truncated ({_first_line(error)}); download it again") from error
+        raise CheckpointError(f"{path} is damaged or truncated ({first_line(error)}); download it again") from error
     end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
     if path.stat().st_size < end:
         raise CheckpointError(
             f"{path} is truncated: got {path.stat().st_size} bytes, expected {end}; download it again"
         )
     return sum(prod(tensor.shape) for tensor in header.tensors)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

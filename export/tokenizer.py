@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
+from specrun.engines.errors import first_line
 from specrun.engines.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.checkpoint import Checkpoint, CheckpointError, read_json
@@ -49,9 +50,8 @@ def _convert(checkpoint: Checkpoint) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.directory, trust_remote_code=False, **options)
     except Exception as error:  # depends on which of many converters fails, and how
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"no tokenizer for {checkpoint.name}: {reason}; put its {TOKENIZER_FILE} beside the weights"
+            f"no tokenizer for {checkpoint.name}: {first_line(error)}; put its {TOKENIZER_FILE} beside the weights"
         ) from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"the tokenizer of {checkpoint.name} has no fast form; put its {TOKENIZER_FILE} there")

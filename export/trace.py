@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from specrun.engines.errors import SpecrunError
+from specrun.engines.errors import SpecrunError, first_line
 from specrun.engines.signature import OPSET, Signature
 from specrun.export.attention import ATTENTION, ContractModule
 from specrun.export.axes import name_axes
@@ -69,8 +69,8 @@ def trace(model: Any, signature: Signature) -> ir.Model:
                 verbose=False,
             )
     except Exception as error:  # the exporter wraps whatever the model's code raised
-        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-        raise TraceError(f"torch.onnx cannot trace {type(model).__name__}: {reason}") from error
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise TraceError(f"torch.onnx cannot trace {type(model).__name__}: {first_line(cause)}") from error
     assert program is not None
     fuse(program.model)
     name_axes(program.model, signature)

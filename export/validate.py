@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 import torch
 
-from specrun.engines.errors import SpecrunError
+from specrun.engines.errors import SpecrunError, first_line
 from specrun.engines.signature import (
     BATCH,
     CACHE_LENGTH,
@@ -106,7 +106,7 @@ def validate_graph(path: Path, signature: Signature, pinned: dict[str, int], dty
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # checker, shape inference and protobuf errors
-        raise GraphOperatorsError(f"onnx.checker refuses {path}: {str(error).strip().splitlines()[0]}") from error
+        raise GraphOperatorsError(f"onnx.checker refuses {path}: {first_line(error)}") from error
 
 
 def validate_values(path: Path, model: Any, signature: Signature, trial: Trial) -> float:

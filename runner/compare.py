@@ -11,8 +11,8 @@ from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.sampling import Chooser
 
 # A call of another width adds its numbers in another order. Rows whose logits differ by more than this share
-# of the largest logit differ by more than that. Measured: 2e-6 for fp32.
-ROUNDING = {"float32": 2e-5, "float16": 2e-2}
+# of the largest logit differ by more than that. Measured on SmolLM2-135M: 1.4e-6 for fp32, 8.4e-4 for fp16.
+ROUNDING = {"float32": 2e-5, "float16": 5e-3}
 
 
 @dataclass(frozen=True)
