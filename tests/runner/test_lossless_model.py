@@ -42,7 +42,7 @@ def test_smollm2_output_equals_plain_decoding(sampling: Sampling, model_runner: 
             if completion.ids != ids:
                 found.append(explain(model_runner, speculative, ids, completion.ids))
         print(
-            f"  k = {k}: {len(plain) - len(found)} of {len(plain)} identical, {accepted} tokens were drafted",
+            f"  k = {k}: {len(plain) - len(found)} of {len(plain)} identical, {accepted} drafted tokens accepted",
             flush=True,
         )
         for divergence in found:
