@@ -28,7 +28,7 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
     if not isinstance(data, dict):
         raise SchemaError(f"{where}: got {type(data).__name__}, expected an object")
     hints = typing.get_type_hints(cls)
-    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type] # T is a dataclass
     unknown = sorted(set(data) - set(fields))
     missing = [name for name in fields if name not in data]
     if unknown or missing:

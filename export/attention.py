@@ -10,6 +10,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from specrun.export.family import UnsupportedModelError
+
 ATTENTION = "specrun_onnx"
 
 # Keyword arguments of transformers' attention functions that change the result and that the ONNX operator
@@ -35,7 +37,7 @@ def onnx_attention(
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if arguments.get(name) is not None:
-            raise NotImplementedError(f"attention with {name}")
+            raise UnsupportedModelError(f"its attention uses {name}, for which the ONNX operator has no input")
     if softcap is not None:
         out = _softcapped(query, key, value, attention_mask, scaling, softcap)
     else:

@@ -76,8 +76,8 @@ def _row(prompt_set: str, setting: Setting, comparisons: list[Comparison]) -> Ro
     tok_s = tokens / sum(each.speculative_seconds for each in comparisons)
     divergences = [each.divergence for each in comparisons if each.divergence is not None]
     rounds = sum(each.speculative.statistics.rounds for each in comparisons)
-    round_seconds = sum(_decode_seconds(each.speculative.statistics.seconds) for each in comparisons) / rounds
-    step_seconds = sum(_decode_seconds(each.plain.statistics.seconds) for each in comparisons) / plain_tokens
+    round_seconds = sum(each.speculative_decode_seconds for each in comparisons) / rounds
+    step_seconds = sum(each.plain_decode_seconds for each in comparisons) / plain_tokens
     return Row(
         prompt_set=prompt_set,
         proposer=setting.proposer,
@@ -96,10 +96,6 @@ def _row(prompt_set: str, setting: Setting, comparisons: list[Comparison]) -> Ro
         within_rounding=sum(each.within_rounding for each in divergences),
         divergences=divergences,
     )
-
-
-def _decode_seconds(seconds: dict[str, float]) -> float:
-    return seconds["propose"] + seconds["verify"] + seconds["accept"]
 
 
 def table(rows: Sequence[Row]) -> str:

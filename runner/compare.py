@@ -33,6 +33,8 @@ class Comparison:
     speculative: Completion
     plain_seconds: float  # medians over the repeats, from the request to the last token
     speculative_seconds: float
+    plain_decode_seconds: float  # the same without prefill and text
+    speculative_decode_seconds: float
     divergence: Divergence | None
 
     @property
@@ -74,7 +76,9 @@ def compare(runner: Runner, request: Request, repeats: int, progress: Callable[[
         plain_runs.append(runner.generate(plain_request))
         speculative_runs.append(runner.generate(request))
         progress()
-    plain, speculative = plain_runs[0], speculative_runs[0]
+    # Every repeat must agree; one that does not is the one to report.
+    pairs = list(zip(plain_runs, speculative_runs, strict=True))
+    plain, speculative = next((pair for pair in pairs if pair[0].ids != pair[1].ids), pairs[0])
     divergence = None
     if plain.ids != speculative.ids:
         divergence = explain(runner, request, plain.ids, speculative.ids)
@@ -83,6 +87,8 @@ def compare(runner: Runner, request: Request, repeats: int, progress: Callable[[
         speculative=speculative,
         plain_seconds=median(run.statistics.total_seconds for run in plain_runs),
         speculative_seconds=median(run.statistics.total_seconds for run in speculative_runs),
+        plain_decode_seconds=median(run.statistics.decode_seconds for run in plain_runs),
+        speculative_decode_seconds=median(run.statistics.decode_seconds for run in speculative_runs),
         divergence=divergence,
     )
 

@@ -29,7 +29,7 @@ class KVCache:
     """Buffers that are both input and output of each call, so that ONNX Runtime updates them in place.
 
     An attention call costs by the rows of its buffers, not by the committed length, so the buffers grow by
-    doubling, up to `capacity`.
+    doubling, up to `capacity`, and start small again with each sequence: a long one must not slow down the next.
     """
 
     def __init__(self, signature: Signature, dtype: str, capacity: int) -> None:
@@ -53,11 +53,13 @@ class KVCache:
             raise CapacityError(
                 f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity"
             )
-        if tokens <= self._rows:
+        rows = FIRST_ROWS
+        while rows < tokens:
+            rows *= 2
+        rows = min(rows, self.capacity)
+        if rows == self._rows or (rows < self._rows and self.length > 0):
             return False
-        while self._rows < tokens:
-            self._rows *= 2
-        self._rows = min(self._rows, self.capacity)
+        self._rows = rows
         for index, old in enumerate(self._arrays):
             grown = self._empty(old.dtype.name, self._rows)
             grown[:, :, : self.length] = old[:, :, : self.length]

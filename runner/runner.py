@@ -1,6 +1,5 @@
 """A loaded bundle: text in, text out."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +30,6 @@ from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
 from specrun.runner.types import FinishReason, Token
-
-logger = logging.getLogger(__name__)
 
 NO_PROPOSER = "none"
 

@@ -43,6 +43,11 @@ class Statistics:
         return self.emitted / self.total_seconds if self.total_seconds else 0.0
 
     @property
+    def decode_seconds(self) -> float:
+        """Time of all rounds."""
+        return self.seconds["propose"] + self.seconds["verify"] + self.seconds["accept"]
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens emitted per round, correction or bonus included."""
         return self.emitted / self.rounds if self.rounds else 0.0

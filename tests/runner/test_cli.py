@@ -299,6 +299,28 @@ def test_installed_command_runs(bundle: Bundle) -> None:
     assert done.stderr.startswith("error: ")
 
 
+def test_difference_in_a_later_repeat_is_reported(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact in the warm-up and the first repeat, lossy in the second."""
+    from specrun.runner import loop
+    from specrun.runner.acceptor import accept
+    from specrun.runner.runner import Request, Runner
+    from specrun.runner.types import Verdict
+
+    finished: list[int] = []
+
+    def lossy_later(proposal, logits, chooser, position):  # type: ignore[no-untyped-def]
+        if finished and proposal.tokens:
+            return Verdict(len(proposal.tokens), 0)
+        return accept(proposal, logits, chooser, position)
+
+    monkeypatch.setattr(loop, "accept", lossy_later)
+    runner = Runner(bundle)
+    request = Request((1, 2, 3), max_tokens=12, proposer="draft_model")
+    result = compare(runner, request, repeats=2, progress=lambda: finished.append(1))
+    assert not result.identical
+    assert not result.lossless
+
+
 def test_compare_warms_up_both_ways(bundle: Bundle) -> None:
     """Medians over repeats, each plain run beside its speculative one."""
     from specrun.runner.runner import Request, Runner
