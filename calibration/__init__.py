@@ -1,1 +1,1 @@
-"""Activation ranges -> INT8 graph. Nothing here yet: fp32 and fp16 are the precisions that exist."""
+"""Activation ranges -> INT8 graph. So far: the text that builds measure with."""

@@ -1,44 +1,63 @@
 """Build a bundle: export what is not exported yet, compile the graphs, write the manifest."""
 
+import contextlib
 import hashlib
 import logging
 import platform
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
 
 import specrun.export
+from specrun.calibration.texts import TEXTS
 from specrun.engines import ort
 from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.context import Context
 from specrun.engines.errors import SpecrunError
+from specrun.engines.exit_choice import choose_exit, compile_exit, parse_early_exit, skipped_layers
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
     DRAFT_MODEL,
+    EAGLE,
+    EAGLE3,
+    EARLY_EXIT,
+    EARLY_EXIT_FILE,
     ENGINE_FILE,
     FORMAT_VERSION,
     MANIFEST,
+    MEDUSA,
     NGRAM,
     TARGET,
     TOKENIZER_FILE,
+    VOCABULARY_FILE,
     Bundle,
     BundleError,
     FileEntry,
+    HeadEntry,
     Manifest,
+    ModelEntry,
     file_entries,
     write_manifest,
 )
 from specrun.engines.memory import require_room
 from specrun.engines.pair import require_pair
 from specrun.engines.schema import SchemaError
+from specrun.engines.shared_weights import share_weights
 from specrun.engines.staging import staged_directory
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.export.checkpoint import Checkpoint
 from specrun.export.family import context_of
 from specrun.export.graph import PRECISIONS, write_export
+from specrun.export.head_graph import write_head
+from specrun.export.heads import Head, HeadCheckpoint, target_shape
+from specrun.export.taps import add_taps
 from specrun.export.tokenizer import write_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +65,7 @@ logger = logging.getLogger(__name__)
 PREFILL_WIDTH = 128
 DEFAULT_CAPACITY = 2048
 MAX_K = 64
+MAX_NODES = 256
 
 
 class BuildError(SpecrunError):
@@ -58,14 +78,17 @@ class BuildOptions:
 
     model: str  # built-in name, folder, GGUF file, hub id, or a directory that `specrun export` left
     out: Path
-    draft: str | None = None
+    drafts: tuple[str, ...] = ()  # models, heads, or an early exit; the first is the default proposer
     k: int = 4
+    nodes: int = 12  # of a proposed tree
     precision: str = "fp32"
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
             raise BuildError(f"got k = {self.k}, expected 1 to {MAX_K}")
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise BuildError(f"got {self.nodes} tree nodes, expected 1 to {MAX_NODES}")
         if self.precision not in PRECISIONS:
             raise BuildError(f"got precision {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
         if self.capacity is not None and self.capacity <= self.k + 1:
@@ -134,6 +157,44 @@ class Source:
         return scratch
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of one bundle, opened: at most one of each kind."""
+
+    model: Source | None = None
+    heads: tuple[HeadCheckpoint, ...] = ()
+    early_exit: tuple[int, ...] | int | None = None  # as parse_early_exit returns it
+    proposer: str = NGRAM  # the first one's
+
+    @classmethod
+    def open(cls, options: BuildOptions, downloads: Path) -> "Drafts":
+        found: dict[str, Any] = {}
+        for option in options.drafts:
+            early_exit = parse_early_exit(option)
+            head = HeadCheckpoint.recognize(Path(option)) if early_exit is None else None
+            kind: str
+            draft: Any
+            if early_exit is not None:
+                kind, draft = EARLY_EXIT, early_exit
+            elif head is not None:
+                kind, draft = head.kind, head
+            else:
+                kind, draft = DRAFT_MODEL, Source.open(option, options.precision, downloads)
+            if kind in found:
+                raise BuildError(f"got two drafts of the kind {kind}, the second is {option}; a bundle has one of each")
+            found[kind] = draft
+        return cls(
+            model=found.get(DRAFT_MODEL),
+            heads=tuple(found[kind] for kind in (MEDUSA, EAGLE, EAGLE3) if kind in found),
+            early_exit=found.get(EARLY_EXIT),
+            proposer=next(iter(found), NGRAM),
+        )
+
+    def fingerprint(self) -> str:
+        model = self.model.fingerprint if self.model else ""
+        return " ".join([model, *(head.fingerprint() for head in self.heads), str(self.early_exit), self.proposer])
+
+
 def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     """Build `options.out`, atomically: whatever goes wrong, nothing half-written stays.
 
@@ -141,24 +202,29 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     Raises an error of `engines` or `export` that says what is wrong.
     """
     target = Source.open(options.model, options.precision, downloads)
-    draft = Source.open(options.draft, options.precision, downloads) if options.draft else None
+    drafts = Drafts.open(options, downloads)
     capacity = options.capacity or min(DEFAULT_CAPACITY, target.context.positions)
     target.context.require(capacity, target.name)
-    fingerprint = _fingerprint(options, target, draft)
+    fingerprint = _fingerprint(options, target, drafts)
     if _is_current(options.out, fingerprint):
         logger.info("%s is up to date", options.out)
         return False
-    if draft is not None:
-        require_pair(target.vocabulary(), draft.vocabulary(), draft.parameters / target.parameters)
+    if drafts.model is not None:
+        require_pair(target.vocabulary(), drafts.model.vocabulary(), drafts.model.parameters / target.parameters)
+    # Before the long work: whether the heads fit.
+    heads = _load_heads(target, drafts)
     with staged_directory(options.out, MANIFEST) as directory:
-        sources = [target] if draft is None else [target, draft]
+        sources = [target] if drafts.model is None else [target, drafts.model]
         require_room(
             max(source.parameters for source in sources),
-            sum(source.parameters for source in sources),
+            sum(source.parameters for source in sources) + sum(head.parameters for head, _ in heads.values()),
             directory,
         )
-        card = _add_model(target, TARGET, directory, options)
-        draft_card = _add_model(draft, DRAFT, directory, options) if draft else None
+        taps = tuple(sorted({tap for head, _ in heads.values() for tap in head.taps}))
+        card, entries = _add_target(target, taps, drafts, directory, options)
+        for kind, (head, name) in heads.items():
+            entries[kind] = _add_head(kind, head, name, directory, options, capacity)
+        draft_card = _add_model(drafts.model, DRAFT, directory, options) if drafts.model else None
         logger.info("hashing")
         write_manifest(
             directory,
@@ -167,12 +233,14 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 backend=ort.NAME,
                 precision=options.precision,
                 capacity=capacity,
-                draft_capacity=min(capacity, draft.context.limit) if draft else 0,
+                draft_capacity=min(capacity, drafts.model.context.limit) if drafts.model else 0,
                 k=options.k,
+                nodes=options.nodes,
                 widths=(1, options.k + 1, PREFILL_WIDTH),
-                draft_method=DRAFT_MODEL if draft else NGRAM,
-                target=card.model,
+                proposer=drafts.proposer,
+                target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
                 draft=draft_card.model if draft_card else None,
+                heads=entries,
                 files=file_entries(directory),
                 versions=card.versions | {"onnxruntime": version("onnxruntime"), "machine": platform.machine()},
                 inputs=fingerprint,
@@ -181,23 +249,108 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     return True
 
 
+def _load_heads(target: Source, drafts: Drafts) -> dict[str, tuple[Head, str]]:
+    """The heads by kind, each with its name. Raises BuildError or CheckpointError."""
+    if not drafts.heads:
+        return {}
+    if target.checkpoint is None:
+        raise BuildError(
+            f"{target.export} is an export, and {drafts.heads[0].name} needs weights of the target; "
+            f"build from the target's checkpoint"
+        )
+    shape = target_shape(target.checkpoint)
+    return {head.kind: (head.load(shape), head.name) for head in drafts.heads}
+
+
+def _add_target(
+    source: Source, taps: tuple[int, ...], drafts: Drafts, bundle: Path, options: BuildOptions
+) -> tuple[ExportCard, dict[str, HeadEntry]]:
+    """Put the compiled target into the bundle, with the outputs that heads read and the early exit if it has one."""
+    with _exported(source, TARGET, bundle, options) as export:
+        card = ExportCard.read(export)
+        directory, graph = bundle / TARGET, export / ENGINE_FILE
+        if taps:
+            graph = export / "tapped.onnx"
+            tapped = ir.load(export / ENGINE_FILE)
+            add_taps(tapped, replace(card.model.signature, taps=taps))
+            ir.save(tapped, graph)  # on the export's weights
+            del tapped
+        _compile(graph, TARGET, directory)
+        if taps:
+            graph.unlink()
+        if drafts.early_exit is None:
+            return card, {}
+        entry = _add_exit(drafts.early_exit, export, directory, card.model, options)
+        return card, {EARLY_EXIT: entry}
+
+
+def _add_exit(
+    asked: tuple[int, ...] | int, export: Path, directory: Path, model: ModelEntry, options: BuildOptions
+) -> HeadEntry:
+    signature = model.signature
+    if asked == 0:
+        tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
+        texts = [tokenizer.encode(text).ids for text in TEXTS]
+        skipped = choose_exit(export / ENGINE_FILE, directory / ENGINE_FILE, signature, texts, options.k, directory)
+    else:
+        skipped = skipped_layers(asked, signature.num_layers)
+    signature = replace(signature, skipped=skipped)
+    compile_exit(export / ENGINE_FILE, directory / EARLY_EXIT_FILE, signature)
+    own = share_weights(directory / EARLY_EXIT_FILE, directory / ENGINE_FILE)
+    kept = signature.num_layers - len(skipped)
+    logger.info("early exit: %d of %d layers, %d bytes of weights of its own", kept, signature.num_layers, own)
+    return HeadEntry(
+        name=f"{kept} of {signature.num_layers} layers",
+        parameters=0,
+        taps=(),
+        signature=signature,
+        positions=0,
+        capacity=0,
+        reduced_vocabulary=False,
+    )
+
+
+def _add_head(kind: str, head: Head, name: str, bundle: Path, options: BuildOptions, capacity: int) -> HeadEntry:
+    logger.info("%s: exporting %s parameters", name, f"{head.parameters:,}")
+    directory, export = bundle / kind, bundle / f"{kind}-export"
+    directory.mkdir()
+    export.mkdir()
+    entry = write_head(head, name, export, PRECISIONS[options.precision], capacity)
+    for file in sorted(export.glob("*.onnx")):
+        ort.compile_graph(file, directory / file.name)
+    if entry.reduced_vocabulary:
+        shutil.copyfile(export / VOCABULARY_FILE, directory / VOCABULARY_FILE)
+    shutil.rmtree(export)
+    return entry
+
+
 def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -> ExportCard:
     """Put one compiled model and its tokenizer into `bundle`/`name`."""
+    with _exported(source, name, bundle, options) as export:
+        _compile(export / ENGINE_FILE, name, bundle / name)
+        return ExportCard.read(export)
+
+
+@contextlib.contextmanager
+def _exported(source: Source, name: str, bundle: Path, options: BuildOptions) -> Iterator[Path]:
+    """The export of `source`, gone again afterwards if it was made for this; its tokenizer is in `bundle`/`name`."""
     scratch = bundle / f"{name}-export"
     export = source.exported(scratch, options.precision)
     directory = bundle / name
     directory.mkdir()
-    logger.info("%s: optimizing for ONNX Runtime", name)
-    ort.compile_graph(export / ENGINE_FILE, directory / ENGINE_FILE)
     for file in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE):
         if (export / file).is_file():
             shutil.copyfile(export / file, directory / file)
-    card = ExportCard.read(export)
+    yield export
     shutil.rmtree(scratch, ignore_errors=True)
-    return card
 
 
-def _fingerprint(options: BuildOptions, target: Source, draft: Source | None) -> str:
+def _compile(graph: Path, name: str, directory: Path) -> None:
+    logger.info("%s: optimizing for ONNX Runtime", name)
+    ort.compile_graph(graph, directory / ENGINE_FILE)
+
+
+def _fingerprint(options: BuildOptions, target: Source, drafts: Drafts) -> str:
     """Of everything that shapes the bundle: weights, options, the code of both stages, library versions."""
     code = [
         file
@@ -206,8 +359,8 @@ def _fingerprint(options: BuildOptions, target: Source, draft: Source | None) ->
     ]
     parts = [
         target.fingerprint,
-        draft.fingerprint if draft else "",
-        f"{options.k} {options.precision} {options.capacity}",
+        drafts.fingerprint(),
+        f"{options.k} {options.nodes} {options.precision} {options.capacity}",
         *(FileEntry.of(file).sha256 for file in code),
         *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),
     ]

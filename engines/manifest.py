@@ -3,7 +3,10 @@
 BUNDLE/
   manifest.json                    what is inside, with the hash of every other file
   target/model.onnx, model.onnx.data, tokenizer.json [, chat_template.jinja]
-  draft/ ...                       the same, where the bundle has a draft model
+  target/early_exit.onnx           the same with layers left out, on the same weights
+  draft/ ...                       as target/, where the bundle has a draft model
+  medusa/model.onnx [, model.onnx.data, vocabulary.npy]
+  eagle/, eagle3/                  as medusa/, and fuse.onnx where the head reads several of the target's states
 """
 
 import hashlib
@@ -16,12 +19,23 @@ from specrun.engines.errors import SpecrunError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
 
-DRAFT_MODEL, NGRAM = "draft_model", "ngram"
+EARLY_EXIT_FILE, FUSE_FILE, VOCABULARY_FILE = "early_exit.onnx", "fuse.onnx", "vocabulary.npy"
+
+# Proposers, as vLLM names them. The same with TREE_SUFFIX proposes trees.
+NGRAM, DRAFT_MODEL, MEDUSA, EAGLE, EAGLE3, EARLY_EXIT = (
+    "ngram",
+    "draft_model",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "early_exit",
+)
+TREE_SUFFIX = "_tree"
 
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -61,6 +75,19 @@ class ModelEntry:
 
 
 @dataclass(frozen=True)
+class HeadEntry:
+    """A draft that lives on the target's hidden states: Medusa heads, an EAGLE head, or the target's own early exit."""
+
+    name: str
+    parameters: int  # of its own; an early exit has none
+    taps: tuple[int, ...]  # the target's hidden states that it reads, as in Signature.taps
+    signature: Signature | None  # of graphs with a KV cache
+    positions: int  # how many it guesses at once; 0: one after the other, without end
+    capacity: int  # tokens that its KV cache can hold
+    reduced_vocabulary: bool  # its logits are of the token ids in VOCABULARY_FILE
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything that a runner must know before it loads a weight."""
 
@@ -71,9 +98,11 @@ class Manifest:
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round
     widths: tuple[int, ...]  # tokens per call: plain decoding, verification, prefill chunk
-    draft_method: str  # default proposer: "draft_model" | "ngram"
+    nodes: int  # default size of a proposed tree
+    proposer: str  # default proposer
     target: ModelEntry
     draft: ModelEntry | None
+    heads: dict[str, HeadEntry]  # by proposer
     files: dict[str, FileEntry]  # by path relative to the bundle
     versions: dict[str, str]  # of the packages that built it
     inputs: str  # fingerprint of sources and options, so that an unchanged build is not repeated
@@ -98,7 +127,7 @@ class Bundle:
         return bundle
 
     def model_file(self, model: str, name: str) -> Path:
-        """Path of a file of the "target" or "draft"."""
+        """Path of a file of the target, the draft or a head."""
         return self.path / model / name
 
 
@@ -119,6 +148,9 @@ def read_manifest(path: Path) -> Manifest:
             f"{file}: got format_version {version!r}, expected {FORMAT_VERSION}; rebuild the bundle with this version"
         )
     manifest = from_json(Manifest, data, str(file))
+    for kind, head in manifest.heads.items():
+        if kind not in (MEDUSA, EAGLE, EAGLE3, EARLY_EXIT) or not set(head.taps) <= set(manifest.target.signature.taps):
+            raise SchemaError(f"{file}: the head {kind} is unknown or reads other states than the target puts out")
     if (manifest.draft is None) != (manifest.draft_capacity == 0):
         raise SchemaError(f"{file}: draft and draft_capacity contradict each other; rebuild the bundle")
     return manifest

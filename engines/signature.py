@@ -1,7 +1,7 @@
 """The graph contract: tensor names and axes of an exported model. Their only home.
 
 `export` writes graphs with these names, the engine backends and the runner bind them. Everything about a
-graph's inputs and outputs follows from the four numbers in `Signature`.
+graph's inputs and outputs follows from the numbers in `Signature`.
 """
 
 from collections.abc import Iterator
@@ -12,19 +12,33 @@ OPSET = 24
 INPUT_IDS = "input_ids"  # int64 [batch, tokens]
 POSITION_IDS = "position_ids"  # int64 [batch, tokens]: cache_length + depth in the tree
 CACHE_LENGTH = "cache_length"  # int64 [batch]: committed tokens, and where new rows are written
-TREE_MASK = "tree_mask"  # bool [batch, tokens, tokens]: row i may attend to column j of this call
+TREE_MASK = "tree_mask"  # bool [batch, tokens, tree]: row i may attend to column j, see below
+FEATURES = "features"  # [batch, tokens, hidden]: what an EAGLE head reads beside each token
+HIDDEN_STATES = "hidden_states"  # [batch, tokens, taps * hidden]
 LOGITS = "logits"  # [batch, tokens, vocab]
 
-BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"
+# The columns of `tree_mask` are the last `tree` cache rows, those of this call at the end; tree >= tokens. Rows
+# before them are visible to all. A verification has tree == tokens; a draft that grows a tree level by level
+# masks the rows of the earlier levels too.
+BATCH, TOKENS, TREE, CAPACITY = "batch", "tokens", "tree", "capacity"
 
 CONTROL_AXES: dict[str, tuple[str, ...]] = {
     INPUT_IDS: (BATCH, TOKENS),
     POSITION_IDS: (BATCH, TOKENS),
     CACHE_LENGTH: (BATCH,),
-    TREE_MASK: (BATCH, TOKENS, TOKENS),
+    TREE_MASK: (BATCH, TOKENS, TREE),
 }
 
 Shape = tuple[str | int, ...]
+
+
+def state(index: int) -> str:
+    """Name, inside an exported graph, of the hidden state that enters layer `index`; the number of layers stands
+    for the state that leaves the last one. A build makes outputs and early exits from them."""
+    return f"state.{index}"
+
+
+NORMED_STATE = "state.normed"  # the same for what the language model head reads
 
 
 def past(layer: int, part: str) -> str:
@@ -39,28 +53,35 @@ def present(layer: int, part: str) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """What fixes the inputs and outputs of one graph."""
+    """What fixes the inputs and outputs of one graph that has a KV cache."""
 
     num_layers: int
     kv_heads: int
     head_dim: int
     vocab_size: int  # columns of the logits; a padded vocabulary counts its padding
+    hidden_size: int
+    taps: tuple[int, ...] = ()  # hidden states put out: i enters layer i, num_layers is what the head reads
+    skipped: tuple[int, ...] = ()  # layers that an early exit leaves out; it has no caches for them
+    reads_features: bool = False  # an EAGLE head
 
     def cache_parts(self) -> Iterator[tuple[int, str]]:
         """(layer, "key" | "value") in the order of the graph's inputs."""
         for layer in range(self.num_layers):
-            yield layer, "key"
-            yield layer, "value"
+            if layer not in self.skipped:
+                yield layer, "key"
+                yield layer, "value"
 
     def cache_shape(self) -> Shape:
         return (BATCH, self.kv_heads, CAPACITY, self.head_dim)
 
     def inputs(self) -> dict[str, Shape]:
         """Input names and shapes in order; named axes as strings."""
+        features = {FEATURES: (BATCH, TOKENS, self.hidden_size)} if self.reads_features else {}
         caches = {past(layer, part): self.cache_shape() for layer, part in self.cache_parts()}
-        return {**CONTROL_AXES, **caches}
+        return {**CONTROL_AXES, **features, **caches}
 
     def outputs(self) -> dict[str, Shape]:
         """Output names and shapes in order; named axes as strings."""
+        hidden = {HIDDEN_STATES: (BATCH, TOKENS, len(self.taps) * self.hidden_size)} if self.taps else {}
         caches = {present(layer, part): self.cache_shape() for layer, part in self.cache_parts()}
-        return {LOGITS: (BATCH, TOKENS, self.vocab_size), **caches}
+        return {LOGITS: (BATCH, TOKENS, self.vocab_size), **hidden, **caches}

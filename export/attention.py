@@ -107,41 +107,15 @@ class ScatterCache(Cache):  # type: ignore[misc] # transformers publishes no typ
         return self.buffers[0].shape[2], 0
 
 
-class ContractModule(torch.nn.Module):
-    """A causal language model with the inputs and outputs of the graph contract."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        cache_length: torch.Tensor,
-        tree_mask: torch.Tensor,
-        caches: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        mask = cache_mask(cache_length, tree_mask, caches[0].shape[2])
-        cache = ScatterCache(caches, cache_length)
-        out = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=mask,
-            cache=cache,
-            use_cache=True,
-        )
-        return out.logits, tuple(cache.updated)
-
-
 def cache_mask(cache_length: torch.Tensor, tree_mask: torch.Tensor, capacity: Any) -> torch.Tensor:
     """Which cache rows each token may attend to: bool [batch, 1, tokens, capacity].
 
-    All committed rows, then the rows of this call as `tree_mask` [batch, tokens, tokens] says. What lies
-    beyond is left over from rejected tokens and is never seen.
+    The rows of this call and those just before it as `tree_mask` [batch, tokens, tree] says, and all earlier
+    ones. What lies beyond this call is left over from rejected tokens and is never seen.
     """
-    tokens = tree_mask.shape[1]
-    offset = torch.arange(capacity)[None, :] - cache_length[:, None]  # [batch, capacity]; 0 = first new row
-    column = offset.clamp(0, tokens - 1)[:, None, :].expand(-1, tokens, -1)
-    in_call = torch.gather(tree_mask, 2, column) & (offset < tokens)[:, None, :]
-    return ((offset < 0)[:, None, :] | in_call)[:, None]
+    tokens, tree = tree_mask.shape[1], tree_mask.shape[2]
+    first = cache_length[:, None] + tokens - tree  # the row of column 0
+    offset = torch.arange(capacity)[None, :] - first  # [batch, capacity]
+    column = offset.clamp(0, tree - 1)[:, None, :].expand(-1, tokens, -1)
+    in_tree = torch.gather(tree_mask, 2, column) & (offset < tree)[:, None, :]
+    return ((offset < 0)[:, None, :] | in_tree)[:, None]

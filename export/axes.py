@@ -7,7 +7,7 @@ from specrun.engines.signature import Shape, Signature
 
 
 def name_axes(model: ir.Model, signature: Signature) -> None:
-    """Replace the tracer's symbols (s27, s43, ...) by batch, tokens and capacity, everywhere."""
+    """Replace the tracer's symbols (s27, s43, ...) by batch, tokens, tree and capacity, everywhere."""
     declared = signature.inputs()
     names = {}
     for value in model.graph.inputs:

@@ -13,7 +13,7 @@ from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.errors import SpecrunError
 from specrun.engines.manifest import ENGINE_FILE, ModelEntry
 from specrun.engines.memory import require_room
-from specrun.engines.signature import BATCH, CAPACITY, TOKENS
+from specrun.engines.signature import BATCH, CAPACITY, TOKENS, TREE
 from specrun.engines.staging import staged_directory
 from specrun.engines.vocabulary import Vocabulary
 from specrun.export.axes import pin_axes
@@ -21,7 +21,7 @@ from specrun.export.checkpoint import Checkpoint
 from specrun.export.family import context_of
 from specrun.export.tokenizer import write_tokenizer
 from specrun.export.trace import save, signature_of, trace
-from specrun.export.validate import Trial, validate_graph, validate_values
+from specrun.export.validate import Trial, validate_graph, validate_states, validate_values
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def export_model(checkpoint: Checkpoint, out: Path, precision: str, width: int |
     """
     if (width is None) != (capacity is None):
         raise ExportOptionError("got one of --width and --capacity, expected both (a static file) or none")
-    pinned = {} if width is None or capacity is None else {BATCH: 1, TOKENS: width, CAPACITY: capacity}
+    pinned = {} if width is None or capacity is None else {BATCH: 1, TOKENS: width, TREE: width, CAPACITY: capacity}
     if pinned and not 0 < pinned[TOKENS] <= pinned[CAPACITY]:
         raise ExportOptionError(f"got --width {width} --capacity {capacity}, expected 0 < width <= capacity")
     # A file with open axes may be used with any capacity, so it must be exact for all positions.
@@ -76,6 +76,8 @@ def write_export(checkpoint: Checkpoint, directory: Path, precision: str, pinned
     validate_graph(path, signature, pinned, dtype)
     worst = validate_values(path, model, signature, Trial.of(pinned, context_of(model.config).limit))
     logger.info("%s: logits equal PyTorch's to %.1e of the largest", name, worst)
+    if not pinned:
+        validate_states(path, model, signature)
 
     vocabulary = Vocabulary.of(tokenizer)
     card = ExportCard(

@@ -11,14 +11,15 @@ import onnx_ir as ir
 import torch
 
 from specrun.engines.errors import SpecrunError, first_line
-from specrun.engines.signature import OPSET, Signature
-from specrun.export.attention import ATTENTION, ContractModule
+from specrun.engines.signature import LOGITS, NORMED_STATE, OPSET, Signature, present, state
+from specrun.export.attention import ATTENTION
 from specrun.export.axes import name_axes
+from specrun.export.contract import ContractModule
 from specrun.export.fusion import fuse
 
 # Sizes of the example inputs. All axes they show are dynamic; the numbers only have to differ from each
 # other and from 1, so that the tracer does not take two axes for one.
-EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_CAPACITY = 2, 5, 32
+EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_TREE, EXAMPLE_CAPACITY = 2, 5, 7, 32
 
 
 class TraceError(SpecrunError):
@@ -45,35 +46,59 @@ def signature_of(model: Any) -> Signature:
         kv_heads=int(kv_heads),
         head_dim=int(head_dim),
         vocab_size=int(out.logits.shape[-1]),
+        hidden_size=int(model.get_output_embeddings().weight.shape[1]),
     )
 
 
 def trace(model: Any, signature: Signature) -> ir.Model:
-    """One graph with dynamic batch, tokens and capacity. `model`: a transformers causal language model.
+    """One graph with dynamic batch, tokens, tree and capacity. `model`: a transformers causal language model.
 
-    Raises TraceError.
+    Its hidden states keep the names of the contract (`state`), as values inside the graph. Raises TraceError.
     """
     inputs = signature.inputs()
     dynamic = torch.export.Dim.DYNAMIC
     named = [{axis: dynamic for axis, name in enumerate(shape) if isinstance(name, str)} for shape in inputs.values()]
+    states = [*(state(index) for index in range(signature.num_layers + 1)), NORMED_STATE]
+    with onnx_attention_in(model):
+        traced = to_onnx(
+            ContractModule(model),
+            example_inputs(signature, model.dtype),
+            (*named[:4], tuple(named[4:])),
+            list(inputs),
+            [LOGITS, *states, *(present(*part) for part in signature.cache_parts())],
+        )
+    fuse(traced)
+    graph = traced.graph
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in states]
+    name_axes(traced, signature)
+    return traced
+
+
+def to_onnx(
+    module: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    dynamic_shapes: tuple[Any, ...],
+    inputs: list[str],
+    outputs: list[str],
+) -> ir.Model:
+    """What torch.onnx makes of `module`. Raises TraceError."""
+    traced = getattr(module, "model", module)  # for messages: what is inside the wrapper
     try:
-        with onnx_attention_in(model), _quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad():
             program = torch.onnx.export(
-                ContractModule(model),
-                example_inputs(signature, model.dtype),
+                module,
+                arguments,
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=(*named[:4], tuple(named[4:])),
-                input_names=list(inputs),
-                output_names=list(signature.outputs()),
+                dynamic_shapes=dynamic_shapes,
+                input_names=inputs,
+                output_names=outputs,
                 verbose=False,
             )
     except Exception as error:  # the exporter wraps whatever the model's code raised
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise TraceError(f"torch.onnx cannot trace {type(model).__name__}: {first_line(cause)}") from error
+        raise TraceError(f"torch.onnx cannot trace {type(traced).__name__}: {first_line(cause)}") from error
     assert program is not None
-    fuse(program.model)
-    name_axes(program.model, signature)
     return program.model
 
 
@@ -83,13 +108,13 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def example_inputs(signature: Signature, dtype: torch.dtype) -> tuple[Any, ...]:
-    batch, tokens, capacity = EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_CAPACITY
+    batch, tokens, tree, capacity = EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_TREE, EXAMPLE_CAPACITY
     cache = (batch, signature.kv_heads, capacity, signature.head_dim)
     return (
         torch.zeros(batch, tokens, dtype=torch.int64),
         torch.arange(tokens).expand(batch, tokens),
         torch.zeros(batch, dtype=torch.int64),
-        torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(batch, tokens, tokens),
+        torch.ones(batch, tokens, tree, dtype=torch.bool),
         tuple(torch.zeros(cache, dtype=dtype) for _ in signature.cache_parts()),
     )
 

@@ -4,12 +4,13 @@ One error class per check, so that a failure says by its name what is wrong.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
@@ -18,6 +19,7 @@ from specrun.engines.signature import (
     BATCH,
     CACHE_LENGTH,
     CAPACITY,
+    HIDDEN_STATES,
     INPUT_IDS,
     OPSET,
     POSITION_IDS,
@@ -27,6 +29,8 @@ from specrun.engines.signature import (
     Signature,
     past,
 )
+from specrun.export.contract import recorded_states
+from specrun.export.taps import add_taps
 
 # Largest difference of a logit, as a share of the largest logit. Measured: 4e-6 (fp32, SmolLM2-135M),
 # 2.4e-3 (fp16, the worst of the tiny models), 4.6e-3 (fp16, SmolLM2-135M).
@@ -38,6 +42,7 @@ CONTROL_TYPES = {
     CACHE_LENGTH: onnx.TensorProto.INT64,
     TREE_MASK: onnx.TensorProto.BOOL,
 }
+MIN_COSINE = 0.999
 ERROR = 3
 
 Array = np.ndarray[Any, Any]
@@ -71,6 +76,10 @@ class TreeValuesError(ValidationError):
     """Logits of a tree's nodes differ from PyTorch's for the path that leads to each node."""
 
 
+class StateValuesError(ValidationError):
+    """A hidden state in the graph is not the one that PyTorch has at that place."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """Sizes of the calls that a validation makes."""
@@ -79,12 +88,18 @@ class Trial:
     capacity: int
     widths: tuple[int, ...]
     tree_nodes: int
+    first_nodes: int
 
     @classmethod
     def of(cls, pinned: dict[str, int], max_context: int) -> "Trial":
         if pinned:
-            return cls(pinned[BATCH], pinned[CAPACITY], (pinned[TOKENS],) * 3, pinned[TOKENS])
-        return cls(batch=2, capacity=min(32, max_context), widths=(7, 5, 1, 4), tree_nodes=7)
+            return cls(pinned[BATCH], pinned[CAPACITY], (pinned[TOKENS],) * 3, pinned[TOKENS], pinned[TOKENS])
+        return cls(batch=2, capacity=min(32, max_context), widths=(7, 5, 1, 4), tree_nodes=7, first_nodes=3)
+
+    def tree_calls(self) -> list[slice]:
+        """The calls in which the tree is fed: where the widths are free, two, as a draft grows it."""
+        parts = [slice(0, self.first_nodes), slice(self.first_nodes, self.tree_nodes)]
+        return [part for part in parts if part.start < part.stop]
 
 
 def validate_graph(path: Path, signature: Signature, pinned: dict[str, int], dtype: str) -> None:
@@ -95,6 +110,12 @@ def validate_graph(path: Path, signature: Signature, pinned: dict[str, int], dty
     declared = {**signature.inputs(), **signature.outputs()}
     for value in [*graph.graph.input, *graph.graph.output]:
         _check_shape(value, declared[value.name], pinned, CONTROL_TYPES.get(value.name, ONNX_TYPES[dtype]))
+    require_standard(path)
+
+
+def require_standard(path: Path) -> None:
+    """Check that a file holds only standard operators of the contract's opset. Raises GraphOperatorsError."""
+    graph = onnx.load(path, load_external_data=False)
     foreign = sorted(
         {f"{node.domain}::{node.op_type}" for node in graph.graph.node if node.domain not in ("", "ai.onnx")}
     )
@@ -123,11 +144,49 @@ def validate_values(path: Path, model: Any, signature: Signature, trial: Trial) 
         model.set_attn_implementation(before)
 
 
+@torch.no_grad()
+def validate_states(path: Path, model: Any, signature: Signature) -> None:
+    """Check the hidden states inside the graph, from which taps and early exits are made. Raises StateValuesError."""
+    tapped = path.with_name("states.onnx")
+    graph = ir.load(path)
+    everything = replace(signature, taps=tuple(range(signature.num_layers + 1)))
+    add_taps(graph, everything)
+    ir.save(graph, tapped)  # on the same weights
+    del graph
+    try:
+        ids = np.random.default_rng(2).integers(0, signature.vocab_size, (1, 7))
+        shape = (1, signature.kv_heads, 8, signature.head_dim)
+        dtype = str(model.dtype).removeprefix("torch.")
+        feeds = {
+            INPUT_IDS: ids,
+            POSITION_IDS: np.arange(7)[None],
+            CACHE_LENGTH: np.zeros(1, np.int64),
+            TREE_MASK: np.tri(7, dtype=bool)[None],
+            **{past(*part): np.zeros(shape, dtype) for part in signature.cache_parts()},
+        }
+        (got,) = open_session(tapped).run([HIDDEN_STATES], feeds)
+    finally:
+        tapped.unlink()
+    with recorded_states(model) as states:
+        model(input_ids=torch.from_numpy(ids), use_cache=False)
+    wanted = [*states[:-2], states[-1]]  # the tap after the last layer is what the head reads
+    for index, (rows, reference) in enumerate(zip(np.split(got[0], len(wanted), 1), wanted, strict=True)):
+        a, b = rows.astype(np.float64).ravel(), reference[0].double().numpy().ravel()
+        cosine = float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+        if not cosine > MIN_COSINE:
+            raise StateValuesError(f"state {index}: its cosine with PyTorch's is {cosine:.4f}, so it is another state")
+
+
+def open_session(path: Path) -> ort.InferenceSession:
+    """A session for comparisons."""
+    options = ort.SessionOptions()
+    options.log_severity_level = ERROR  # unbound caches are copied here, with a warning for each
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 class _Comparison:
     def __init__(self, path: Path, model: Any, signature: Signature, trial: Trial) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = ERROR  # unbound caches are copied here, with a warning for each
-        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.session = open_session(path)
         self.model, self.signature, self.trial = model, signature, trial
         self.dtype = str(model.dtype).removeprefix("torch.")
         length = min(trial.capacity, sum(trial.widths) + trial.tree_nodes)
@@ -164,15 +223,22 @@ class _Comparison:
         mask = np.zeros((nodes, nodes), bool)
         for node, path in enumerate(paths):
             mask[node, path] = True
+        depths = np.array([len(path) - 1 for path in paths])
         tokens = np.random.default_rng(1).integers(0, self.signature.vocab_size, (self.trial.batch, nodes))
-        got = self._call(tokens, np.array([len(path) - 1 for path in paths]), mask)
+        start = self.lengths.copy()
+        rows = []
+        for part in self.trial.tree_calls():
+            self.lengths = start + part.start
+            rows.append(self._call(tokens[:, part], depths[part] - part.start, mask[part, : part.stop]))
+        got = np.concatenate(rows, 1)
         for row in range(self.trial.batch):
-            prefix = self.ids[row, : self.lengths[row]]
+            prefix = self.ids[row, : start[row]]
             for node, path in enumerate(paths):
                 wanted = self._reference(np.concatenate([prefix, tokens[row, path]]))[-1]
                 self._compare(got[row, node], wanted, TreeValuesError, f"node {node} of batch row {row}")
 
     def _call(self, tokens: Array, depths: Array, mask: Array) -> Array:
+        """`depths`: position of each token minus the number of rows before this call."""
         batch = self.trial.batch
         feeds = {
             INPUT_IDS: tokens,

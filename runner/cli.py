@@ -16,6 +16,8 @@ from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.runner.sampling import RequestError, Sampling
 
 if TYPE_CHECKING:
+    from specrun.engines.manifest import Bundle
+    from specrun.runner.bench import Row, Setting
     from specrun.runner.runner import Request, Runner
 
 EXIT_DIFFERENT = 1  # plain and speculative output differ by more than rounding
@@ -120,18 +122,76 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 @cli.command()
 @click.argument("model")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Bundle to write.")
-@click.option("--draft", help="Draft model of the same family (a MODEL too). Without: n-gram lookup only.")
-@click.option("--k", type=int, default=4, show_default=True, help="Drafted tokens per round.")
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    help="Draft model (a MODEL), Medusa or EAGLE head (a folder), early-exit[:LAYERS] or skip:LAYERS. May be repeated; "
+    "the first is the default proposer. Without: n-gram lookup only.",
+)
+@click.option("--k", type=int, default=4, show_default=True, help="Positions drafted per round.")
+@click.option("--nodes", type=int, default=12, show_default=True, help="Nodes of a proposed tree.")
 @click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
-def build(model: str, out: Path, draft: str | None, k: int, precision: str, capacity: int | None) -> None:
+def build(
+    model: str, out: Path, drafts: tuple[str, ...], k: int, nodes: int, precision: str, capacity: int | None
+) -> None:
     """Build MODEL into a bundle, unless it is there already, made from the same inputs.
 
     MODEL: as for `specrun export`, or a directory that it left.
     """
     with _export_packages():
         from specrun.engines.build import BuildOptions, build_bundle
-    build_bundle(BuildOptions(model, out, draft, k, precision, capacity), _downloads())
+    build_bundle(BuildOptions(model, out, drafts, k, nodes, precision, capacity), _downloads())
+    click.echo(str(out))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--method", required=True, help="medusa, eagle3 or draft (a small language model).")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    help="File of prompts, or directory of text that prompts are made from: Python source, documentation, WordNet. "
+    "May be repeated.",
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory for the checkpoint.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="Where answers and training states are kept, so that a run can go on; default: OUT.work.",
+)
+@click.option("--tokens", type=int, default=1_000_000, show_default=True, help="Tokens that the target shall write.")
+@click.option("--draft-vocabulary", type=int, default=8192, show_default=True, help="Tokens that the draft knows.")
+@click.option("--epochs", type=float, default=3.0, show_default=True)
+@click.option("--batch", type=int, default=6, show_default=True, help="Conversations per step.")
+@click.option("--learning-rate", type=float, default=8e-4, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def distill(
+    model: str,
+    method: str,
+    data: tuple[str, ...],
+    out: Path,
+    work: Path | None,
+    tokens: int,
+    draft_vocabulary: int,
+    epochs: float,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+) -> None:
+    """Train a draft for MODEL on its own answers, and write it as its authors publish such drafts.
+
+    MODEL: as for `specrun export`. An interrupted run goes on where it stopped, if called again.
+    """
+    with _export_packages():
+        from specrun.distill.distill import DistillOptions
+        from specrun.distill.distill import distill as run_distill
+        from specrun.distill.training import TrainingOptions
+    training = TrainingOptions(epochs, batch, learning_rate, seed)
+    work = work or out.with_name(f"{out.name}.work")
+    run_distill(DistillOptions(model, method, data, out, work, tokens, draft_vocabulary, training), _downloads())
     click.echo(str(out))
 
 
@@ -150,8 +210,10 @@ def info(bundle: Path, as_json: bool) -> None:
     for role, model in (("target", manifest.target), ("draft", manifest.draft)):
         if model is not None:
             click.echo(f"{role:<11}{model.name} ({model.family}, {model.parameters:,} parameters)")
+    for kind, head in manifest.heads.items():
+        click.echo(f"{kind:<11}{head.name} ({head.parameters:,} parameters)")
     click.echo(f"{'engine':<11}{manifest.backend}, {manifest.precision}, capacity {manifest.capacity} tokens")
-    click.echo(f"{'proposer':<11}{manifest.draft_method}, k = {manifest.k}")
+    click.echo(f"{'proposer':<11}{manifest.proposer}, k = {manifest.k}, trees of {manifest.nodes} nodes")
     size = sum(file.bytes for file in manifest.files.values())
     click.echo(f"{'files':<11}{len(manifest.files)}, {size / 2**20:.0f} MiB, hashes correct")
     click.echo(f"{'built with':<11}{', '.join(f'{name} {value}' for name, value in manifest.versions.items())}")
@@ -166,8 +228,9 @@ def info(bundle: Path, as_json: bool) -> None:
 @filter_options
 @click.option("--seed", type=int, help="Random if not given; shown with the result.")
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
-@click.option("--k", type=int, help="Drafted tokens per round; default: as built.")
-@click.option("--proposer", help="ngram, draft_model or none (plain decoding); default: as built.")
+@click.option("--k", type=int, help="Positions drafted per round; default: as built.")
+@click.option("--nodes", type=int, help="Nodes of a proposed tree; default: as built.")
+@click.option("--proposer", help="One that the bundle has, or none (plain decoding); default: as built.")
 @click.option("--compare", "comparing", is_flag=True, help="Run plain and speculative, compare output and speed.")
 @json_option
 def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bool, **options: Any) -> int:
@@ -175,10 +238,10 @@ def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bo
     from specrun.runner.runner import Request, Runner
 
     sampling = _sampling(options)
-    Request((0,), options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"])  # before loading
+    settings = {name: options[name] for name in ("max_tokens", "stop", "proposer", "k", "nodes")}
+    request = Request((0,), sampling=sampling, **settings)  # before loading
     runner = Runner.open(bundle)
-    prompt_ids = runner.encode_chat(prompt) if chat else runner.encode(prompt)
-    request = Request(prompt_ids, options["max_tokens"], sampling, options["stop"], options["proposer"], options["k"])
+    request = replace(request, prompt_ids=runner.encode_chat(prompt) if chat else runner.encode(prompt))
     if comparing:
         return _compare(runner, request, as_json)
     if as_json:
@@ -253,20 +316,21 @@ def _describe(divergence: Any) -> str:
 )
 @click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
 @click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
+@click.option("--nodes", "nodes", type=int, multiple=True, help="Of trees; may be repeated; default: as built.")
 @click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
 @filter_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--repeats", type=int, default=3, show_default=True, help="Timed pairs per prompt; medians are taken.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Timed runs per prompt; medians are taken.")
+@click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML page with plots to this file.")
 @json_option
 def bench(
     bundle: Path,
     prompt_sets: tuple[str, ...],
-    proposers: tuple[str, ...],
-    ks: tuple[int, ...],
     temperatures: tuple[float, ...],
     max_tokens: int,
     repeats: int,
+    report: Path | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -283,30 +347,53 @@ def bench(
         raise RequestError(f"got repeats {repeats}, expected 1 or more")
     samplings = [_sampling(options | {"temperature": temperature}) for temperature in temperatures or (0.0,)]
     sets = {name: load_prompt_set(name) for name in prompt_sets or PROMPT_SETS}
+    write_report = _report_writer() if report is not None else None
     runner = Runner.open(bundle)
-    settings = [
-        benchmark.Setting(proposer, k, sampling)
-        for proposer in proposers or runner.proposers
-        for k in ks or (runner.bundle.manifest.k,)
-        for sampling in samplings
-    ]
+    settings = _bench_settings(runner, options)
     encode = runner.encode_chat if runner.has_chat_template else runner.encode
     prompts = {name: [encode(prompt) for prompt in texts] for name, texts in sets.items()}
-    pairs = sum(len(ids) for ids in prompts.values()) * len(settings) * repeats
+    runs = sum(len(ids) for ids in prompts.values()) * len(samplings) * (len(settings) + 1) * repeats
     rows = []
-    with click.progressbar(length=pairs, label="pairs of runs", file=sys.stderr) as bar:
+    with click.progressbar(length=runs, label="runs", file=sys.stderr) as bar:
         for name, ids in prompts.items():
-            for setting in settings:
-                row = benchmark.bench_set(
-                    runner, name, ids, setting, max_tokens, repeats, progress=lambda: bar.update(1)
+            for sampling in samplings:
+                rows += benchmark.bench_set(
+                    runner, name, ids, settings, sampling, max_tokens, repeats, progress=lambda: bar.update(1)
                 )
-                rows.append(row)
     click.echo(json.dumps(benchmark.to_json(rows)) if as_json else benchmark.table(rows))
     if not as_json:
         for row in rows:
             for divergence in row.divergences:
                 click.echo(f"{row.prompt_set}: {_describe(divergence)}")
+    if report is not None and write_report is not None:
+        write_report(rows, runner.bundle, report)
     return 0 if all(row.lossless for row in rows) else EXIT_DIFFERENT
+
+
+def _bench_settings(runner: "Runner", options: dict[str, Any]) -> "list[Setting]":
+    """Every proposer with every k, trees with every number of nodes."""
+    from specrun.engines.manifest import TREE_SUFFIX
+    from specrun.runner.bench import Setting
+
+    manifest = runner.bundle.manifest
+    nodes = options["nodes"] or (manifest.nodes,)
+    return [
+        Setting(proposer, k, count)
+        for proposer in options["proposers"] or runner.proposers
+        for k in options["ks"] or (manifest.k,)
+        for count in (nodes if proposer.endswith(TREE_SUFFIX) else nodes[:1])
+    ]
+
+
+def _report_writer() -> "Callable[[Sequence[Row], Bundle, Path], None]":
+    """Before the long measurement: whether its result can be drawn."""
+    try:
+        from specrun.runner.report import write_report
+    except ModuleNotFoundError as error:
+        raise UnfitError(
+            f"a report needs {error.name}, which is not installed: pip install 'specrun[report]'"
+        ) from error
+    return write_report
 
 
 @cli.command()

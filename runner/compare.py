@@ -1,6 +1,6 @@
 """Plain against speculative decoding of one request: the same tokens? how much faster? if not the same, why?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -62,20 +62,33 @@ class Comparison:
         }
 
 
-def compare(runner: Runner, request: Request, repeats: int, progress: Callable[[], None] = lambda: None) -> Comparison:
-    """Run `request` plain and speculative in turn, `repeats` times each, after one short warm-up of both.
+def compare(runner: Runner, request: Request, repeats: int) -> Comparison:
+    """Run `request` plain and speculative in turn, `repeats` times each, after one short warm-up of both."""
+    return compare_all(runner, [request], repeats)[0]
 
-    `progress` is called after each pair.
+
+def compare_all(
+    runner: Runner, requests: Sequence[Request], repeats: int, progress: Callable[[], None] = lambda: None
+) -> list[Comparison]:
+    """The same for several ways to speculate on one prompt, all against the same plain runs: plain and each of
+    `requests` in turn. They differ in proposer, k and nodes only. `progress` is called after each run.
     """
-    request = replace(request, sampling=request.sampling.with_seed())
-    plain_request = request.plain()
-    for warm_up in (plain_request, request):
+    sampling = requests[0].sampling.with_seed()
+    requests = [replace(request, sampling=sampling) for request in requests]
+    ways = [requests[0].plain(), *requests]
+    for warm_up in ways:
         runner.generate(replace(warm_up, max_tokens=2))
-    plain_runs, speculative_runs = [], []
+    runs: list[list[Completion]] = [[] for _ in ways]
     for _ in range(repeats):
-        plain_runs.append(runner.generate(plain_request))
-        speculative_runs.append(runner.generate(request))
-        progress()
+        for way, done in zip(ways, runs, strict=True):
+            done.append(runner.generate(way))
+            progress()
+    return [_comparison(runner, request, runs[0], done) for request, done in zip(requests, runs[1:], strict=True)]
+
+
+def _comparison(
+    runner: Runner, request: Request, plain_runs: list[Completion], speculative_runs: list[Completion]
+) -> Comparison:
     # Every repeat must agree; one that does not is the one to report.
     pairs = list(zip(plain_runs, speculative_runs, strict=True))
     plain, speculative = next((pair for pair in pairs if pair[0].ids != pair[1].ids), pairs[0])

@@ -2,14 +2,15 @@
 
 The invariant, for target and draft alike: **after a round a cache holds the committed tokens, all but the
 last one emitted.** That token is the first input of the next round, because its row is written by the call
-that also reads it. Rows beyond `length` are left over from rejected tokens; the mask hides them, the next call
-overwrites them, so to roll back is to set `length`.
+that also reads it. Rows beyond the committed length are left over from rejected nodes; the mask hides them, the next
+call overwrites them, so to roll back is to set the length. The rows of an accepted path of a tree are moved
+together first.
 
-(A draft that was accepted whole lacks its own last token as well: it proposed it and never read it. It feeds
-whatever its cache lacks at the start of its next proposal, one token or two: see proposers/draft_model.py.)
+(A draft lacks more: it never reads the last nodes that it proposed. It feeds whatever its cache lacks at the start of
+its next proposal.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,25 +31,27 @@ class KVCache:
 
     An attention call costs by the rows of its buffers, not by the committed length, so the buffers grow by
     doubling, up to `capacity`, and start small again with each sequence: a long one must not slow down the next.
+    Several sessions may use one cache: an early exit shares the target's.
     """
 
     def __init__(self, signature: Signature, dtype: str, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
+        self.version = 0  # counts how often the buffers moved: whoever bound them must bind them again
         self._signature = signature
-        self._rows = min(FIRST_ROWS, capacity)
-        self._arrays = [self._empty(dtype, self._rows) for _ in signature.cache_parts()]
+        self.rows = min(FIRST_ROWS, capacity)
+        self._arrays = {part: self._empty(dtype, self.rows) for part in signature.cache_parts()}
 
     def _empty(self, dtype: str, rows: int) -> np.ndarray[Any, Any]:
         return np.zeros((1, self._signature.kv_heads, rows, self._signature.head_dim), dtype)
 
-    def buffers(self) -> Iterator[tuple[int, str, ort.OrtValue]]:
-        """(layer, "key" | "value", buffer [1, kv_heads, rows, head_dim]); the buffer shares memory with us."""
-        for (layer, part), array in zip(self._signature.cache_parts(), self._arrays, strict=True):
-            yield layer, part, ort.OrtValue.ortvalue_from_numpy(array)
+    def buffers(self, signature: Signature) -> Iterator[tuple[int, str, ort.OrtValue]]:
+        """(layer, "key" | "value", buffer [1, kv_heads, rows, head_dim]) of the layers that `signature` has; each
+        buffer shares memory with us."""
+        for layer, part in signature.cache_parts():
+            yield layer, part, ort.OrtValue.ortvalue_from_numpy(self._arrays[layer, part])
 
-    def reserve(self, tokens: int) -> bool:
-        """Make room for `tokens` rows in all. True if the buffers moved. Raises CapacityError."""
+    def reserve(self, start: int, tokens: int) -> None:
+        """Make room for `tokens` rows in all, of which those before `start` are kept. Raises CapacityError."""
         if tokens > self.capacity:
             raise CapacityError(
                 f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity"
@@ -57,17 +60,20 @@ class KVCache:
         while rows < tokens:
             rows *= 2
         rows = min(rows, self.capacity)
-        if rows == self._rows or (rows < self._rows and self.length > 0):
-            return False
-        self._rows = rows
-        for index, old in enumerate(self._arrays):
-            grown = self._empty(old.dtype.name, self._rows)
-            grown[:, :, : self.length] = old[:, :, : self.length]
-            self._arrays[index] = grown
-        return True
+        if rows == self.rows or (rows < self.rows and start > 0):
+            return
+        kept = min(rows, self.rows)
+        for part, old in self._arrays.items():
+            self._arrays[part] = self._empty(old.dtype.name, rows)
+            self._arrays[part][:, :, :kept] = old[:, :, :kept]
+        self.rows = rows
+        self.version += 1
 
-    def truncate(self, length: int) -> None:
-        """Set the committed length, an absolute one."""
-        if not 0 <= length <= self._rows:
-            raise AssertionError(f"cannot truncate to {length}: the cache has {self._rows} rows")
-        self.length = length
+    def gather(self, start: int, rows: Sequence[int]) -> None:
+        """Move `rows`, ascending and counted from `start`, together to `start`."""
+        first = next((at for at, row in enumerate(rows) if row != at), len(rows))  # those before are in place
+        if first == len(rows):
+            return
+        source = [start + row for row in rows[first:]]
+        for array in self._arrays.values():
+            array[:, :, start + first : start + len(rows)] = array[:, :, source]

@@ -9,9 +9,9 @@ import numpy as np
 from specrun.runner.acceptor import accept
 from specrun.runner.proposers import Proposer
 from specrun.runner.sampling import Chooser
-from specrun.runner.session import Session, prefill
+from specrun.runner.session import Session, feed
 from specrun.runner.statistics import Statistics
-from specrun.runner.types import EMPTY, FinishReason, Origin, Proposal, Token, Verdict
+from specrun.runner.types import EMPTY, ROOT, FinishReason, Origin, Proposal, Token, Verdict
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,31 @@ def decode(
     tokens = list(prompt)
     remaining = min(limits.max_tokens, target.capacity - len(tokens))
     statistics.prompt_tokens = len(prompt)
-    with statistics.timed("prefill"):
-        target.truncate(0)
-        prefill(target, tokens[:-1], limits.prefill_width)
+    target.truncate(0)
     if proposer is not None:
-        proposer.start(tokens)
+        proposer.start()
+    for start in range(0, len(tokens) - 1, limits.prefill_width):
+        with statistics.timed("prefill"):
+            output = feed(target, tokens[start : min(start + limits.prefill_width, len(tokens) - 1)])
+        if proposer is not None:
+            with statistics.timed("propose"):
+                proposer.observe(output.hidden)
     while True:
-        # The round itself adds a token, so more than remaining - 1 guesses would be for nothing.
+        # The round itself adds a token, so guesses more than remaining - 1 positions ahead would be for nothing.
         limit = min(limits.k, remaining - 1)
         with statistics.timed("propose"):
             proposal = proposer.propose(tokens, limit, chooser) if proposer and limit > 0 else EMPTY
+            proposal = _within(proposal, target.capacity - len(tokens))
         with statistics.timed("verify"):
-            logits = target.forward([tokens[-1], *proposal.tokens])
+            # The last committed token is node 0 of this call, so the proposal's nodes are one further on.
+            output = target.grow([tokens[-1], *proposal.tokens], [ROOT, *(parent + 1 for parent in proposal.parents)])
         with statistics.timed("accept"):
-            verdict = accept(proposal, logits, chooser, len(tokens))
-        statistics.count_round(len(proposal.tokens), verdict.accepted)
-        for index, (token_id, origin) in enumerate(_emitted(proposal, verdict)):
+            verdict = accept(proposal, output.logits, chooser, len(tokens))
+        statistics.count_round(proposal.depths(), len(verdict.path))
+        rows = [0, *(node + 1 for node in verdict.path)]
+        for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:
-                observe(len(tokens), logits[index])
+                observe(len(tokens), output.logits[row])
             tokens.append(token_id)
             remaining -= 1
             statistics.emitted += 1
@@ -72,15 +79,25 @@ def decode(
             yield Token(token_id, origin, finish)
             if finish is not None:
                 return
-        target.truncate(len(tokens) - 1)
+        with statistics.timed("commit"):
+            target.keep(rows)
         if proposer is not None:
-            proposer.truncate(len(tokens) - 1)
+            with statistics.timed("propose"):
+                proposer.observe(None if output.hidden is None else output.hidden[rows])
+
+
+def _within(proposal: Proposal, room: int) -> Proposal:
+    """A tree may have more nodes than the cache has room for: its first ones are left."""
+    if len(proposal.tokens) <= room:
+        return proposal
+    return Proposal(proposal.tokens[:room], proposal.parents[:room])
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> Iterator[tuple[int, Origin]]:
-    for token_id in proposal.tokens[: verdict.accepted]:
-        yield token_id, "drafted"
+    for node in verdict.path:
+        yield proposal.tokens[node], "drafted"
     if not proposal.tokens:
         yield verdict.next_token, "plain"
     else:
-        yield verdict.next_token, "bonus" if verdict.accepted == len(proposal.tokens) else "correction"
+        last = verdict.path[-1] if verdict.path else ROOT
+        yield verdict.next_token, "correction" if proposal.children(last) else "bonus"

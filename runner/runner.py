@@ -9,7 +9,6 @@ from specrun.engines import ort
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
-    DRAFT_MODEL,
     ENGINE_FILE,
     NGRAM,
     TARGET,
@@ -21,9 +20,10 @@ from specrun.engines.manifest import (
 from specrun.engines.pair import require_pair
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
+from specrun.runner.draft_sessions import DraftSessions
+from specrun.runner.kv_cache import KVCache
 from specrun.runner.loop import Limits, Observer, decode
 from specrun.runner.proposers import Proposer
-from specrun.runner.proposers.draft_model import DraftModel
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.sampling import Chooser, RequestError, Sampling
 from specrun.runner.session_ort import OrtSession
@@ -43,13 +43,16 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     proposer: str | None = None  # "none" for plain decoding
-    k: int | None = None
+    k: int | None = None  # positions ahead
+    nodes: int | None = None  # of a proposed tree
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise RequestError(f"got max-tokens {self.max_tokens}, expected 1 or more")
         if self.k is not None and self.k < 1:
             raise RequestError(f"got k = {self.k}, expected 1 or more (for plain decoding: --proposer {NO_PROPOSER})")
+        if self.nodes is not None and self.nodes < 1:
+            raise RequestError(f"got {self.nodes} tree nodes, expected 1 or more")
         if "" in self.stop:
             raise RequestError("got an empty stop string, expected at least one character")
         if not self.prompt_ids:
@@ -103,23 +106,20 @@ class Runner:
         self.tokenizer = load_tokenizer(bundle.model_file(TARGET, TOKENIZER_FILE))
         vocabulary = self._vocabulary(self.tokenizer, manifest.target)
         self._chat_template = self._read_chat_template()
+        target = manifest.target
+        self._target_cache = KVCache(target.signature, target.cache_dtype, manifest.capacity)
         self._target = OrtSession(
             bundle.model_file(TARGET, ENGINE_FILE),
-            manifest.target,
-            manifest.capacity,
-            manifest.target.vocabulary_size,
+            target.signature,
+            self._target_cache,
+            target.cache_dtype,
+            target.vocabulary_size,
         )
-        self._draft: OrtSession | None = None
         if manifest.draft is not None:
             draft_tokenizer = load_tokenizer(bundle.model_file(DRAFT, TOKENIZER_FILE))
-            share = manifest.draft.parameters / manifest.target.parameters
+            share = manifest.draft.parameters / target.parameters
             require_pair(vocabulary, self._vocabulary(draft_tokenizer, manifest.draft), share)
-            self._draft = OrtSession(
-                bundle.model_file(DRAFT, ENGINE_FILE),
-                manifest.draft,
-                manifest.draft_capacity,
-                min(manifest.draft.vocabulary_size, manifest.target.vocabulary_size),
-            )
+        self._drafts = DraftSessions(bundle, self._target_cache)
 
     @classmethod
     def open(cls, path: Path) -> "Runner":
@@ -129,7 +129,7 @@ class Runner:
     @property
     def proposers(self) -> tuple[str, ...]:
         """Names of the proposers that this bundle can run."""
-        return (NGRAM,) if self._draft is None else (NGRAM, DRAFT_MODEL)
+        return (NGRAM, *self._drafts.proposers)
 
     @property
     def has_chat_template(self) -> bool:
@@ -157,7 +157,7 @@ class Runner:
         self._require_room(request)
         statistics = statistics or Statistics()
         chooser = Chooser(request.sampling.with_seed())
-        proposer = self._proposer(request.proposer or self.bundle.manifest.draft_method)
+        proposer = self._proposer(request.proposer or self.bundle.manifest.proposer, request.nodes)
         tokens = decode(
             self._target,
             proposer,
@@ -203,13 +203,13 @@ class Runner:
             prefill_width=manifest.widths[-1],
         )
 
-    def _proposer(self, name: str) -> Proposer | None:
+    def _proposer(self, name: str, nodes: int | None) -> Proposer | None:
         if name == NO_PROPOSER:
             return None
         if name == NGRAM:
             return NGramLookup()
-        if name == DRAFT_MODEL and self._draft is not None:
-            return DraftModel(self._draft, self.bundle.manifest.widths[-1])
+        if name in self._drafts.proposers:
+            return self._drafts.proposer(name, self.bundle.manifest.nodes if nodes is None else nodes)
         raise RequestError(
             f"got proposer {name!r}, this bundle has {', '.join(self.proposers)} and {NO_PROPOSER} (plain decoding)"
         )

@@ -84,6 +84,41 @@ class Chooser:
         noisy = scores[kept].astype(np.float64) + noise.gumbel(words[kept])
         return int(kept[noisy.argmax()])
 
+    def best(self, logits: Array, position: int, count: int, ids: Array | None = None) -> tuple[Array, Array]:
+        """The `count` tokens that a draft finds most likely to be the choice at `position`, best first.
+
+        `logits` are a draft's: of the token ids `ids`, ascending, or of the whole vocabulary. Returns token ids
+        and the logarithms of the shares that a softmax over score plus noise gives them: how sure the draft is,
+        the noise known. Fewer than `count` where the filters leave fewer. The first is what `choose` would return.
+        """
+        noisy = self._draft_scores(logits, position, ids)
+        if count == 1:
+            columns = np.array([noisy.argmax()])
+        else:
+            count = min(count, len(noisy))
+            columns = np.flatnonzero(noisy >= np.partition(noisy, -count)[-count])
+            columns = columns[np.argsort(-noisy[columns], kind="stable")][:count]
+            columns = columns[np.isfinite(noisy[columns])]
+        top = noisy[columns]
+        shares = top - top[0] - np.log(np.exp(noisy - top[0]).sum())
+        return columns if ids is None else ids[columns], shares
+
+    def _draft_scores(self, logits: Array, position: int, ids: Array | None) -> Array:
+        if self.sampling.temperature == 0:
+            return logits
+        scores = self._scores(logits)
+        if ids is None:
+            words = noise.words(self.seed, position, len(scores))
+        else:
+            words = noise.words(self.seed, position, int(ids[-1]) + 1)[ids]
+        noisy = scores.astype(np.float64) + noise.gumbel(words)
+        kept = self._filter(scores)
+        if kept is not None:
+            out = np.ones(len(scores), bool)
+            out[kept] = False
+            noisy[out] = -np.inf
+        return noisy
+
     def noisy_scores(self, logits: Array, position: int) -> Array:
         """Score plus noise of every token, -inf where filtered out: float64 [vocabulary].
 

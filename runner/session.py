@@ -1,13 +1,24 @@
 """What the loop and the proposers need of a model, whatever runs it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call gives for each token, valid until the next call."""
+
+    logits: Array  # float32 [tokens, vocabulary], without padding ids
+    hidden: Array | None  # float32 [tokens, taps * hidden], of models that have taps
+
 
 class Session(Protocol):
-    """One model with the KV cache of one sequence."""
+    """One model with the KV cache of one sequence: committed tokens, and below the last of them a tree of nodes."""
 
     @property
     def capacity(self) -> int:
@@ -17,18 +28,22 @@ class Session(Protocol):
     def length(self) -> int:
         """Committed tokens in the cache."""
 
-    def forward(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Feed a chain of tokens after the committed ones and commit them.
+    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+        """Feed nodes without committing them.
 
-        Returns float32 logits [len(tokens), vocabulary], without padding ids, valid until the next call.
-        Raises CapacityError.
+        `parents`: as in `Proposal`; nodes are counted from the last commit on, over several calls. `features`
+        [tokens, hidden]: for models that read them. Raises CapacityError.
         """
 
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Commit a path of nodes, from the committed tokens downwards, and forget the others."""
+
     def truncate(self, length: int) -> None:
-        """Set the committed length: forget every token from there on."""
+        """Set the committed length: forget every token from there on, and all nodes."""
 
 
-def prefill(session: Session, tokens: Sequence[int], width: int) -> None:
-    """Feed `tokens` in calls of at most `width`."""
-    for start in range(0, len(tokens), width):
-        session.forward(tokens[start : start + width])
+def feed(session: Session, tokens: Sequence[int], features: Array | None = None) -> Output:
+    """Feed a chain of tokens after the committed ones and commit it."""
+    output = session.grow(tokens, range(-1, len(tokens) - 1), features)
+    session.keep(range(len(tokens)))
+    return output

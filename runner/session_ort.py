@@ -7,31 +7,43 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from specrun.engines.manifest import ModelEntry
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
     CACHE_LENGTH,
+    FEATURES,
+    HIDDEN_STATES,
     INPUT_IDS,
     LOGITS,
     POSITION_IDS,
+    TOKENS,
     TREE_MASK,
+    Signature,
     past,
     present,
 )
 from specrun.runner.kv_cache import KVCache
+from specrun.runner.session import Output
+from specrun.runner.tree import Ancestry
+
+Array = np.ndarray[Any, Any]
 
 
 class OrtSession:
-    """Calls of any width. Caches are updated in place; logits go into one buffer, as wide as the widest call."""
+    """Calls of any width. Caches are updated in place; outputs go into buffers as wide as the widest call."""
 
-    def __init__(self, engine: Path, model: ModelEntry, capacity: int, vocabulary_size: int) -> None:
-        """`vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks)."""
+    def __init__(self, engine: Path, signature: Signature, cache: KVCache, dtype: str, vocabulary_size: int) -> None:
+        """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
+        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks)."""
         self._session = load_engine(engine)
+        self._signature = signature
         self._vocabulary_size = vocabulary_size
-        self._logits = np.empty((1, 0, model.signature.vocab_size), model.cache_dtype)
-        self._cache = KVCache(model.signature, model.cache_dtype, capacity)
+        self._cache = cache
+        self._cache_version = -1
+        self._length = 0
+        self._nodes = Ancestry()
+        self._dtype = dtype
+        self._buffers: dict[str, Array] = {}
         self._binding = self._session.io_binding()
-        self._bind_cache()
 
     @property
     def capacity(self) -> int:
@@ -39,35 +51,70 @@ class OrtSession:
 
     @property
     def length(self) -> int:
-        return self._cache.length
+        return self._length
 
-    def truncate(self, length: int) -> None:
-        self._cache.truncate(length)
-
-    def forward(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        width, start = len(tokens), self._cache.length
-        if self._cache.reserve(start + width):
+    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+        written = self._length + len(self._nodes)
+        self._cache.reserve(written, written + len(tokens))
+        if self._cache.version != self._cache_version:
             self._bind_cache()
+        depths, mask = self._nodes.add(parents)
         inputs = {
             INPUT_IDS: np.array([tokens], np.int64),
-            POSITION_IDS: np.arange(start, start + width, dtype=np.int64)[None],
-            CACHE_LENGTH: np.array([start], np.int64),
-            TREE_MASK: np.tri(width, dtype=bool)[None],
+            POSITION_IDS: (self._length + depths)[None],
+            CACHE_LENGTH: np.array([written], np.int64),
+            TREE_MASK: mask[None],
         }
+        if features is not None:
+            inputs[FEATURES] = features[None].astype(self._dtype, copy=False)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
-        logits = self._logits_of(width)
-        self._binding.bind_ortvalue_output(LOGITS, ort.OrtValue.ortvalue_from_numpy(logits))
+        logits = self._bind_output(LOGITS, len(tokens))
+        hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
         self._session.run_with_iobinding(self._binding)
-        self._cache.truncate(start + width)
-        return logits[0, :, : self._vocabulary_size].astype(np.float32, copy=False)
+        return Output(
+            logits[:, : self._vocabulary_size].astype(np.float32, copy=False),
+            None if hidden is None else hidden.astype(np.float32, copy=False),
+        )
 
-    def _logits_of(self, width: int) -> np.ndarray[Any, Any]:
-        if self._logits.shape[1] < width:
-            self._logits = np.empty((1, width, self._logits.shape[2]), self._logits.dtype)
-        return self._logits[:, :width]
+    def keep(self, nodes: Sequence[int]) -> None:
+        self._cache.gather(self._length, nodes)
+        self._length += len(nodes)
+        self._nodes.clear()
+
+    def truncate(self, length: int) -> None:
+        # Not "<= self._length": an early exit takes over rows that the target wrote.
+        if not 0 <= length <= self._cache.rows:
+            raise AssertionError(f"cannot truncate to {length}: the cache has {self._cache.rows} rows")
+        self._length = length
+        self._nodes.clear()
+
+    def _bind_output(self, name: str, width: int) -> Array:
+        """Bind a buffer and return what the call will leave there: [width, columns]."""
+        columns = self._signature.outputs()[name][2]
+        assert isinstance(columns, int), TOKENS
+        if name not in self._buffers or self._buffers[name].shape[1] < width:
+            self._buffers[name] = np.empty((1, width, columns), self._dtype)
+        view = self._buffers[name][:, :width]
+        self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(view))
+        return np.asarray(view[0])
 
     def _bind_cache(self) -> None:
-        for layer, part, buffer in self._cache.buffers():
+        for layer, part, buffer in self._cache.buffers(self._signature):
             self._binding.bind_ortvalue_input(past(layer, part), buffer)
             self._binding.bind_ortvalue_output(present(layer, part), buffer)
+        self._cache_version = self._cache.version
+
+
+class StatelessEngine:
+    """A graph from hidden states to something else, without a cache."""
+
+    def __init__(self, engine: Path, dtype: str) -> None:
+        self._session = load_engine(engine)
+        self._dtype = dtype
+
+    def __call__(self, hidden: Array) -> Array:
+        """hidden [tokens, width] -> float32 [tokens, ...]."""
+        feeds = {HIDDEN_STATES: hidden[None].astype(self._dtype, copy=False)}
+        (output,) = self._session.run(None, feeds)
+        return np.asarray(output[0], np.float32)

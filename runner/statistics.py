@@ -3,10 +3,10 @@
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-STAGES = ("prefill", "propose", "verify", "accept", "text")
+STAGES = ("prefill", "propose", "verify", "accept", "commit", "text")
 
 
 class Statistics:
@@ -16,7 +16,8 @@ class Statistics:
         self.prompt_tokens = 0
         self.emitted = 0
         self.rounds = 0
-        self.proposed_at: Counter[int] = Counter()  # by position in the proposal, from 0
+        self.proposed = 0  # nodes
+        self.proposed_at: Counter[int] = Counter()  # by position after the last committed token, from 0
         self.accepted_at: Counter[int] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._started = time.perf_counter()
@@ -32,9 +33,11 @@ class Statistics:
             self.seconds[stage] += now - start
             self.total_seconds = now - self._started
 
-    def count_round(self, proposed: int, accepted: int) -> None:
+    def count_round(self, depths: Sequence[int], accepted: int) -> None:
+        """`depths`: of the proposed nodes, from 1. `accepted`: length of the accepted path."""
         self.rounds += 1
-        self.proposed_at.update(range(proposed))
+        self.proposed += len(depths)
+        self.proposed_at.update(range(max(depths, default=0)))
         self.accepted_at.update(range(accepted))
 
     @property
@@ -45,7 +48,7 @@ class Statistics:
     @property
     def decode_seconds(self) -> float:
         """Time of all rounds."""
-        return self.seconds["propose"] + self.seconds["verify"] + self.seconds["accept"]
+        return sum(self.seconds[stage] for stage in ("propose", "verify", "accept", "commit"))
 
     @property
     def acceptance_length(self) -> float:
@@ -53,7 +56,7 @@ class Statistics:
         return self.emitted / self.rounds if self.rounds else 0.0
 
     def acceptance_per_position(self) -> list[float]:
-        """Share of the proposals with an i-th token whose i-th token was accepted."""
+        """Share of the proposals that reach the i-th position of which a token was accepted there."""
         return [self.accepted_at[index] / self.proposed_at[index] for index in sorted(self.proposed_at)]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class Statistics:
             "tokens": self.emitted,
             "rounds": self.rounds,
             "acceptance_length": self.acceptance_length,
-            "proposed_tokens": self.proposed_at.total(),
+            "proposed_tokens": self.proposed,
             "accepted_tokens": self.accepted_at.total(),
             "acceptance_per_position": self.acceptance_per_position(),
             "seconds": {**self.seconds, "total": self.total_seconds},

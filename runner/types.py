@@ -6,19 +6,42 @@ from typing import Literal
 Origin = Literal["plain", "drafted", "correction", "bonus"]
 FinishReason = Literal["stop", "length"]
 
+ROOT = -1  # stands for the last committed token where a parent is asked for
+
 
 @dataclass(frozen=True)
 class Proposal:
-    """Guessed tokens, a chain: each is the guess for the position after the one before."""
+    """Guessed tokens, the nodes of a tree below the last committed token. A chain is a tree without branches.
+
+    `parents[i]`: the node that node i follows, an earlier one, or ROOT. Nodes with the same parent hold different
+    tokens.
+    """
 
     tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def chain(cls, tokens: "tuple[int, ...] | list[int]") -> "Proposal":
+        """Each token is the guess for the position after the one before."""
+        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)))
+
+    def depths(self) -> list[int]:
+        """How many positions each node is away from the last committed token: 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def children(self, node: int) -> dict[int, int]:
+        """The nodes that follow `node`, by their token."""
+        return {self.tokens[index]: index for index, parent in enumerate(self.parents) if parent == node}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target makes of a proposal: how many of its tokens it accepts, and its own next token."""
+    """What the target makes of a proposal: the path of nodes that it accepts, and its own next token."""
 
-    accepted: int
+    path: tuple[int, ...]
     next_token: int
 
 
@@ -31,4 +54,4 @@ class Token:
     finish_reason: FinishReason | None
 
 
-EMPTY = Proposal(())
+EMPTY = Proposal((), ())

@@ -114,9 +114,9 @@ def save_checkpoint(directory: Path, model: Any, tokenizer: Tokenizer | None = N
     return directory
 
 
-def make_bundle(directory: Path, target: Path, draft: Path | None = None, **options: Any) -> Bundle:
+def make_bundle(directory: Path, target: Path, *drafts: Path | str, **options: Any) -> Bundle:
     """Build a bundle from checkpoint folders."""
     out = directory / "bundle"
-    settings = BuildOptions(str(target), out, str(draft) if draft else None, **{"capacity": 256, **options})
+    settings = BuildOptions(str(target), out, tuple(map(str, drafts)), **{"capacity": 256, **options})
     build_bundle(settings, directory / "downloads")
     return Bundle.open(out)

@@ -4,6 +4,10 @@ Also called prompt lookup (Saxena, "Prompt Lookup Decoding", 2023). Needs no mod
 repeats its input or itself: editing, summarizing, code.
 """
 
+from typing import Any
+
+import numpy as np
+
 from specrun.runner.sampling import Chooser
 from specrun.runner.types import EMPTY, Proposal
 
@@ -17,7 +21,7 @@ class NGramLookup:
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence
         self._indexed = 0
 
-    def start(self, prompt: list[int]) -> None:
+    def start(self) -> None:
         self._ends.clear()
         self._indexed = 0
 
@@ -33,10 +37,10 @@ class NGramLookup:
         copied: list[int] = []
         for index in range(limit):
             copied.append(tokens[source + index] if index < distance else copied[index - distance])
-        return Proposal(tuple(copied))
+        return Proposal.chain(copied)
 
-    def truncate(self, length: int) -> None:
-        """Nothing to forget: only committed tokens are indexed."""
+    def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
+        """Only the tokens count."""
 
     def _find(self, tokens: list[int]) -> int | None:
         """Position after the latest earlier occurrence of the longest suffix that occurred before."""

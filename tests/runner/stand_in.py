@@ -6,36 +6,49 @@ from typing import Any
 import numpy as np
 
 from specrun.runner.kv_cache import CapacityError
+from specrun.runner.session import Output
+from specrun.runner.types import ROOT
 
 Array = np.ndarray[Any, Any]
 LogitsOf = Callable[[tuple[int, ...]], Array]
 
 
 class TableSession:
-    """Keeps the committed tokens as its "cache", so that a wrong truncation shows in the logits."""
+    """Keeps the committed tokens as its "cache", so that a wrong commit shows in the logits."""
 
     def __init__(self, logits_of: LogitsOf, capacity: int = 10_000) -> None:
         self._logits_of = logits_of
         self._tokens: list[int] = []
-        self._committed = 0
+        self._lines: list[tuple[int, ...]] = []  # of each node: the tokens from the committed ones to it
         self.capacity = capacity
         self.widths: list[int] = []
 
     @property
     def length(self) -> int:
-        return self._committed
+        return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int]) -> Array:
-        if self._committed + len(tokens) > self.capacity:
+    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+        if len(self._tokens) + len(self._lines) + len(tokens) > self.capacity:
             raise CapacityError("full")
-        self._tokens[self._committed :] = tokens
-        start, self._committed = self._committed, len(self._tokens)
+        first = len(self._lines)
+        for token, parent in zip(tokens, parents, strict=True):
+            self._lines.append((*(() if parent == ROOT else self._lines[parent]), token))
         self.widths.append(len(tokens))
-        return np.stack([self._logits_of(tuple(self._tokens[: at + 1])) for at in range(start, self._committed)])
+        logits = np.stack([self._logits_of((*self._tokens, *line)) for line in self._lines[first:]])
+        return Output(logits, hidden=None)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        for depth, node in enumerate(nodes, start=1):
+            assert len(self._lines[node]) == depth, "not a path"
+            assert depth == 1 or self._lines[node][:-1] == self._lines[nodes[depth - 2]], "not a path"
+        if len(nodes):
+            self._tokens += self._lines[nodes[-1]]
+        self._lines.clear()
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self._tokens)
-        self._committed = length
+        del self._tokens[length:]
+        self._lines.clear()
 
 
 def context_logits(vocabulary: int, seed: int, spread: float = 1.5) -> LogitsOf:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specrun.runner import loop
+from specrun.runner.draft_tree import CHAIN, TreeShape
 from specrun.runner.loop import Limits, decode
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.draft_model import DraftModel
@@ -59,14 +61,14 @@ class Scripted:
         self._truth = [*PROMPT, *truth]
         self._guess = guess
 
-    def start(self, prompt: list[int]) -> None:
+    def start(self) -> None:
+        pass
+
+    def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         pass
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        return Proposal(tuple(self._guess(self._truth[len(tokens) : len(tokens) + limit])))
-
-    def truncate(self, length: int) -> None:
-        pass
+        return Proposal.chain(self._guess(self._truth[len(tokens) : len(tokens) + limit]))
 
 
 def wrong(token: int) -> int:
@@ -83,8 +85,11 @@ SCRIPTS: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
-def draft(seed: int, spread: float = 1.5, capacity: int = 10_000) -> DraftModel:
-    return DraftModel(TableSession(context_logits(VOCABULARY, seed, spread), capacity), prefill_width=3)
+TREES = {"small tree": TreeShape(breadth=2, nodes=4), "wide tree": TreeShape(breadth=4, nodes=14)}
+
+
+def draft(seed: int, spread: float = 1.5, capacity: int = 10_000, shape: TreeShape = CHAIN) -> DraftModel:
+    return DraftModel(TableSession(context_logits(VOCABULARY, seed, spread), capacity), prefill_width=3, shape=shape)
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
@@ -93,6 +98,9 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "flat draft": lambda: draft(seed=99, spread=0.01),
     "twin draft": lambda: draft(seed=0),
     "short-sighted draft": lambda: draft(seed=0, capacity=20),
+    **{f"random draft, {name}": partial(draft, seed=99, shape=shape) for name, shape in TREES.items()},
+    **{f"twin draft, {name}": partial(draft, seed=0, shape=shape) for name, shape in TREES.items()},
+    "short-sighted draft, wide tree": lambda: draft(seed=0, capacity=24, shape=TREES["wide tree"]),
 }
 
 
@@ -132,6 +140,26 @@ def test_twin_draft_is_always_accepted(k: int, sampling: Sampling) -> None:
     assert [token.origin for token in tokens[: k + 1]] == ["drafted"] * k + ["bonus"]
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_twin_tree_contains_the_twin_chain(k: int, name: str, sampling: Sampling) -> None:
+    """A perfect draft's best path is always the target's, whatever else the tree holds."""
+    statistics = Statistics()
+    run(draft(seed=0, shape=TREES[name]), sampling, k=k, max_tokens=60, statistics=statistics)
+    assert statistics.accepted_at[0] == statistics.proposed_at[0]
+
+
+def test_tree_is_accepted_more_often_than_its_best_chain() -> None:
+    lengths = []
+    for shape in (CHAIN, TREES["small tree"], TREES["wide tree"]):
+        statistics = Statistics()
+        run(draft(seed=99, spread=1.0, shape=shape), SAMPLINGS[1], k=3, max_tokens=400, statistics=statistics)
+        lengths.append(statistics.acceptance_length)
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > lengths[0] + 0.3
+
+
 def test_accepting_too_much_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The equality tests can fail: an acceptor that takes any token the target might have chosen is not lossless."""
 
@@ -141,7 +169,7 @@ def test_accepting_too_much_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
             if row[token] < row.max() - 1.0:
                 break
             accepted += 1
-        return Verdict(accepted, chooser.choose(logits[accepted], position + accepted))
+        return Verdict(tuple(range(accepted)), chooser.choose(logits[accepted], position + accepted))
 
     plain = ids(run(None, SAMPLINGS[1]))
     monkeypatch.setattr(loop, "accept", lenient)

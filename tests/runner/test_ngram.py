@@ -12,7 +12,7 @@ CHOOSER = Chooser(Sampling(seed=0))
 
 def propose(tokens: list[int], limit: int = 4) -> tuple[int, ...]:
     lookup = NGramLookup()
-    lookup.start(tokens)
+    lookup.start()
     return lookup.propose(tokens, limit, CHOOSER).tokens
 
 
@@ -57,7 +57,7 @@ def test_growing_index_equals_a_search_from_scratch() -> None:
     lookup = NGramLookup()
     for _ in range(3):
         tokens = [rng.randrange(3) for _ in range(5)]
-        lookup.start(tokens)
+        lookup.start()
         for _ in range(60):
             assert lookup.propose(tokens, 4, CHOOSER).tokens == slow_lookup(tokens, 4)
             tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 6))]

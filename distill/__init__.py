@@ -1,0 +1,1 @@
+"""Train a draft for a target that has none, on the target's own answers."""

@@ -1,0 +1,108 @@
+"""Train a draft for a target: prompts, the target's answers, training, checkpoint, card."""
+
+import hashlib
+import json
+import logging
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from specrun.distill.collection import MAX_ANSWER, MAX_PROMPT, answer_tokens, collect
+from specrun.distill.corpus import Corpus, frequent_tokens
+from specrun.distill.method import METHODS, Student
+from specrun.distill.prompts import make_prompts
+from specrun.distill.report import write_card
+from specrun.distill.teacher import Teacher
+from specrun.distill.training import TrainingOptions, train
+from specrun.engines.errors import SpecrunError
+from specrun.engines.staging import staged_directory
+from specrun.export.checkpoint import CONFIG_FILE, Checkpoint
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_PROMPT = 100  # at least so many are written on average; prompts are drawn accordingly
+
+
+class DistillError(SpecrunError):
+    """A training request makes no sense."""
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """What a user asks of a training."""
+
+    model: str
+    method: str
+    data: tuple[str, ...]
+    out: Path
+    work: Path  # what a run leaves for the next one: engine, answers, checkpoints of the training
+    tokens: int = 1_000_000
+    draft_vocabulary: int = 8192
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise DistillError(f"got method {self.method!r}, expected one of {', '.join(METHODS)}")
+        if not self.data:
+            raise DistillError("got no --data; expected files of prompts or directories of text")
+        if self.tokens < 1 or self.draft_vocabulary < 1 or self.training.epochs <= 0 or self.training.batch < 1:
+            raise DistillError("expected at least one token, one vocabulary entry and one conversation a batch")
+
+
+def distill(options: DistillOptions, downloads: Path) -> None:
+    """Train, and write the checkpoint to `options.out`, atomically. Raises errors of this package and of `export`."""
+    checkpoint = Checkpoint.open(options.model, downloads)
+    teacher = Teacher.prepare(checkpoint, options.work / "teacher")
+    prompts = _prompts(options)
+    key = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
+    logger.info("%d prompts from %s", len(prompts), ", ".join(options.data))
+    shards = collect(teacher, prompts, options.tokens, options.work / f"answers-{key}")
+
+    longest = MAX_PROMPT + MAX_ANSWER
+    training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
+    size = min(options.draft_vocabulary, teacher.model.vocabulary_size)
+    ids, covered = frequent_tokens(training, size, teacher.model.stop_token_ids)
+    logger.info(
+        "%d conversations to train on, %d to validate; the draft's %d tokens cover %.1f %% of what is written",
+        len(training),
+        len(validation),
+        size,
+        100 * covered,
+    )
+    torch.manual_seed(options.training.seed)
+    student: Student = METHODS[options.method](teacher, checkpoint, torch.from_numpy(ids))
+    run = options.work / f"{options.method}-{size}-{key}"
+    steps, acceptance = train(student.trainee, training, validation, run, options.training)
+    logger.info("%s", acceptance)
+    with staged_directory(options.out, CONFIG_FILE) as directory:
+        student.write(directory)
+        write_card(
+            directory,
+            options,
+            student,
+            steps,
+            acceptance,
+            prompts=len(prompts),
+            answers=len(training),
+            tokens=sum(map(answer_tokens, shards)),
+            covered=covered,
+        )
+
+
+def _prompts(options: DistillOptions) -> list[str]:
+    """The same list every time, so that a run can go on; kept in a file, because making it reads much text."""
+    asked = f"{options.data} {options.tokens}"
+    file = options.work / f"prompts-{hashlib.sha256(asked.encode()).hexdigest()[:12]}.json"
+    if file.is_file():
+        prompts: list[str] = json.loads(file.read_text(encoding="utf-8"))
+        return prompts
+    count = max(1, options.tokens // TOKENS_PER_PROMPT // len(options.data))
+    prompts = [prompt for source in options.data for prompt in make_prompts(Path(source), count, seed=0)]
+    random.Random(0).shuffle(prompts)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(prompts), encoding="utf-8")
+    partial.replace(file)
+    return prompts

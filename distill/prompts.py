@@ -1,0 +1,232 @@
+"""Prompts for the target to answer: a file of them, or made from text that lies around on a machine.
+
+A draft learns how its target answers, not facts, so what matters is variety: questions about many things, code
+to be edited, text to be summarized. `make_prompts` takes them from a directory tree: WordNet's noun files (Debian
+package wordnet-base), Python source, and plain documentation.
+"""
+
+import ast
+import random
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from specrun.engines.errors import SpecrunError
+from specrun.runner.prompt_set import load_prompt_set
+
+WORDNET_NOUNS = "index.noun"
+TEXT_SUFFIXES = {".txt", ".rst", ".md"}
+FUNCTION_CHARS = (120, 700)  # of source: enough to edit, short enough for a small model
+PARAGRAPH_CHARS = (350, 1100)
+MIN_TAGGED = 2  # occurrences in WordNet's tagged texts: leaves out words that hardly anybody asks about
+MAX_FILES = 4_000  # of one kind in one tree
+
+# What WordNet's lexicographer files hold, and what a person might ask about it.
+ANYTHING = [
+    "Explain {noun} in simple words.",
+    "What is {a_noun}?",
+    "Tell me something interesting about {noun}.",
+    "Write a short story that begins with {a_noun}.",
+    "Write a poem of two stanzas about {noun}.",
+    "Give me five ideas for a school project about {noun}.",
+    "What are the most important things to know about {noun}?",
+    "Why does {noun} matter to people?",
+    "Write a short paragraph about {noun} for a newsletter.",
+    "What is the difference between {noun} and {other}?",
+    "Compare {noun} and {other} in a few sentences.",
+    "How would you explain {noun} to a child?",
+    "List three questions someone could ask about {noun} and answer each of them.",
+    "What should a beginner learn first about {noun}?",
+    "Can you give me an example of {noun} from everyday life?",
+    "Describe {a_noun} in detail.",
+    "Write an e-mail to a friend in which you ask about {noun}.",
+    "What are the advantages and disadvantages of {noun}?",
+    "I have to give a talk about {noun} tomorrow. Please write an outline for me.",
+    "Write a dialogue between two people who disagree about {noun}.",
+]
+BY_CATEGORY = {
+    "04": [  # acts
+        "How can I get better at {noun}? Give me some practical tips.",
+        "What do I need to know before I start with {noun}?",
+        "Write step by step instructions for {noun}.",
+        "My friend spends a lot of time on {noun}. What could I give her as a present?",
+        "What are common mistakes in {noun}, and how can I avoid them?",
+    ],
+    "05": [  # animals
+        "What does {a_noun} eat, and where does it live?",
+        "Write a short story for children about {a_noun} that gets lost. It should end well.",
+        "How do I take care of {a_noun}?",
+        "Which animals are related to the {noun}?",
+    ],
+    "06": [  # things people make
+        "How does {a_noun} work?",
+        "What should I look for when I buy {a_noun}?",
+        "My {noun} is broken. What can I do? List the steps.",
+        "How do I clean {a_noun}?",
+        "Who invented the {noun}, and what was used before it?",
+        "Write a polite e-mail to a shop. The {noun} that I ordered has not arrived yet.",
+        "Would you choose {a_noun} or {other_a_noun} for a family with little money? Give reasons.",
+    ],
+    "08": ["What is the {noun} good for in the human body?", "How can I keep my {noun} healthy?"],
+    "12": ["How do people deal with {noun}?", "I often feel {noun}. What habits could help me?"],
+    "13": [  # food
+        "Give me a simple recipe with {noun}.",
+        "Is {noun} healthy? Explain why or why not.",
+        "What goes well with {noun}? Plan a dinner for four people.",
+        "How long can I keep {noun}, and how should I store it?",
+    ],
+    "15": [  # places
+        "Plan a weekend trip to {noun}.",
+        "What is {noun} known for?",
+        "What is the weather like in {noun}, and what should I pack?",
+    ],
+    "18": [  # people
+        "Write a short story about {a_noun} who finds an old letter.",
+        "What does {a_noun} do all day?",
+        "Write a letter to {a_noun} and thank them for their help.",
+        "What questions would you ask {a_noun} in an interview?",
+        "How does one become {a_noun}?",
+    ],
+    "19": ["What causes {noun}?", "How is {noun} measured?", "What are the main kinds of {noun}?"],
+    "20": ["How do I grow {a_noun}? Give me the steps in order.", "Where does the {noun} grow, and how is it used?"],
+    "22": ["Describe the stages of {noun}.", "What happens during {noun}?"],
+    "26": ["What are the signs of {noun}?", "How can {noun} be prevented?"],
+    "27": ["What is {noun} made of?", "What is {noun} used for?"],
+    "28": ["What do people usually do during {noun}?", "Help me plan my {noun}."],
+}
+EDITS = [
+    "Rename the variable `{name}` to `{new}` in this code. Reply with the complete code.",
+    "Replace the name `{name}` by `{new}` everywhere and show me the whole function.",
+    "Add a docstring to this function and give me back the full code.",
+    "Add type annotations to this function. Print the complete result, nothing else.",
+    "Add a comment above every step of this function and return the changed code.",
+    "Add a print statement at the start of this function that shows its arguments. Return all of the code.",
+    "Make this function return None instead of raising an error. Answer with code only.",
+    "Rename the function `{function}` to `{function}_{new}`. Write out the whole code again.",
+]
+QUESTIONS = [
+    "What does this function do?",
+    "Explain this code line by line.",
+    "How could this function be tested? Name three cases.",
+]
+SUMMARIES = [
+    "Summarize this text in two or three sentences.",
+    "What is the main point of the following text?",
+    "Shorten the following text, but keep its most important statements.",
+    "List the key points of this text.",
+]
+NEW_NAMES = ["amount", "result", "item", "total", "current", "entry", "source", "buffer", "number", "label"]
+
+
+class PromptError(SpecrunError):
+    """A source of prompts has none."""
+
+
+def make_prompts(source: Path, count: int, seed: int) -> list[str]:
+    """At most `count` different prompts, in random order: the lines of a prompt file, or made from the text in a
+    directory. Raises PromptError or RequestError.
+    """
+    if source.is_file():
+        prompts = load_prompt_set(str(source))
+        random.Random(seed).shuffle(prompts)
+        return prompts[:count]
+    kinds = [kind for kind in (_topic_prompts, _code_prompts, _text_prompts) if _first(kind(source, seed))]
+    if not kinds:
+        raise PromptError(
+            f"{source} has neither {WORDNET_NOUNS} (WordNet) nor Python source nor {', '.join(sorted(TEXT_SUFFIXES))} "
+            f"files with paragraphs; give a directory that has, or a file with one prompt per line"
+        )
+    found: dict[str, None] = {}
+    streams = [kind(source, seed) for kind in kinds]
+    while streams and len(found) < count:
+        for stream in list(streams):
+            prompt = next(stream, None)
+            if prompt is None:
+                streams.remove(stream)
+            else:
+                found[prompt] = None
+    prompts = list(found)[:count]
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
+
+def _first(prompts: Iterator[str]) -> bool:
+    return next(prompts, None) is not None
+
+
+def _topic_prompts(directory: Path, seed: int) -> Iterator[str]:
+    """Questions about the nouns of WordNet that are in everyday use, endlessly."""
+    nouns = list(_common_nouns(directory))
+    rng = random.Random(seed)
+    while nouns:
+        (noun, category), (other, _) = rng.choice(nouns), rng.choice(nouns)
+        special = BY_CATEGORY.get(category, [])
+        template = rng.choice(special if special and rng.random() < 0.6 else ANYTHING)
+        yield template.format(noun=noun, a_noun=_article(noun), other=other, other_a_noun=_article(other))
+
+
+def _common_nouns(directory: Path) -> Iterator[tuple[str, str]]:
+    """(noun, lexicographer file) of WordNet's nouns that are in common use (wndb(5WN))."""
+    if not (directory / WORDNET_NOUNS).is_file():
+        return
+    synsets = (directory / "data.noun").read_bytes()
+    for line in (directory / WORDNET_NOUNS).read_text(encoding="ascii").splitlines():
+        if line.startswith(" "):  # the license
+            continue
+        fields = line.split()
+        pointers = int(fields[3])
+        tagged, offset = int(fields[5 + pointers]), int(fields[6 + pointers])
+        noun = fields[0].replace("_", " ")
+        if tagged >= MIN_TAGGED and len(noun) > 2 and noun.replace(" ", "").isalpha():
+            yield noun, synsets[offset + 9 : offset + 11].decode("ascii")
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _code_prompts(directory: Path, seed: int) -> Iterator[str]:
+    """Python functions to be edited or explained."""
+    rng = random.Random(seed)
+    for file in _files(directory, {".py"}, rng):
+        for function, source in _functions(file):
+            names = sorted({node.id for node in ast.walk(function) if isinstance(node, ast.Name)} - {"self"})
+            template = rng.choice(EDITS if rng.random() < 0.8 else QUESTIONS)
+            name = rng.choice(names) if names else function.name
+            task = template.format(name=name, new=rng.choice(NEW_NAMES), function=function.name)
+            yield f"{task}\n\n```python\n{source}\n```"
+
+
+def _functions(file: Path) -> Iterator[tuple[ast.FunctionDef, str]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, OSError, RecursionError):  # test data for other parsers, broken on purpose
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (source := ast.get_source_segment(text, node)):
+            source = textwrap.dedent(" " * node.col_offset + source)
+            if FUNCTION_CHARS[0] <= len(source) <= FUNCTION_CHARS[1]:
+                yield node, source
+
+
+def _text_prompts(directory: Path, seed: int) -> Iterator[str]:
+    """Paragraphs of documentation to be summarized."""
+    rng = random.Random(seed)
+    for file in _files(directory, TEXT_SUFFIXES, rng):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (ValueError, OSError):
+            continue
+        for paragraph in re.split(r"\n\s*\n", text):
+            words = " ".join(paragraph.split())
+            prose = sum(character.isalpha() or character == " " for character in words)
+            if PARAGRAPH_CHARS[0] <= len(words) <= PARAGRAPH_CHARS[1] and prose > 0.9 * len(words):
+                yield f"{rng.choice(SUMMARIES)}\n\n{words}"
+
+
+def _files(directory: Path, suffixes: set[str], rng: random.Random) -> list[Path]:
+    files = sorted(file for file in directory.rglob("*") if file.suffix in suffixes and file.is_file())
+    rng.shuffle(files)
+    return files[:MAX_FILES]

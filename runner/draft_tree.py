@@ -1,0 +1,74 @@
+"""Grow a proposal from a draft's logits, level by level: a chain, or a dynamic tree.
+
+The tree is EAGLE-2's (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", 2024): the
+most likely nodes of each level are expanded, and of all nodes the most likely ones are proposed. Likely means the
+product of the draft's shares along the path, under the noise of each position, so that one accept rule judges chains
+and trees at every temperature.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specrun.runner.types import ROOT, Proposal
+
+Array = np.ndarray[Any, Any]
+
+# (logits of one row, positions beyond the first guessed one, count) -> the best tokens and the logs of their shares
+Best = Callable[[Array, int, int], tuple[Array, Array]]
+# Feeds nodes to the draft: tokens, and parents as in `Proposal` among the nodes fed so far. Returns their logits.
+Feed = Callable[[Sequence[int], Sequence[int]], Array]
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a proposal may branch."""
+
+    breadth: int  # nodes that are expanded on each level, and children that each gets
+    nodes: int | None  # in all; None: no limit besides the depth's
+
+    @property
+    def is_chain(self) -> bool:
+        return self.breadth == 1
+
+
+CHAIN = TreeShape(breadth=1, nodes=None)
+
+
+def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: int) -> Proposal:
+    """The proposal that starts at `logits` [vocabulary], at most `depth` positions deep."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    fed: dict[int, int] = {ROOT: ROOT}  # number of each node among those fed to the draft
+    level, rows = [ROOT], logits[None]
+    for reached in range(depth):
+        new: list[int] = []
+        for node, row in zip(level, rows, strict=True):
+            above = 0.0 if node == ROOT else scores[node]
+            for token, share in zip(*best(row, reached, shape.breadth), strict=True):
+                new.append(len(tokens))
+                tokens.append(int(token))
+                parents.append(node)
+                scores.append(above + float(share))
+        level = sorted(new, key=lambda node: -scores[node])[: shape.breadth]
+        if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape.nodes):
+            break
+        first = len(fed) - 1
+        rows = feed([tokens[node] for node in level], [fed[parents[node]] for node in level])
+        fed |= {node: first + index for index, node in enumerate(level)}
+    return _best_nodes(tokens, parents, scores, shape.nodes)
+
+
+def _hopeless(score: float, scores: list[float], nodes: int | None) -> bool:
+    """No descendant of a node with `score` can be among the best."""
+    return nodes is not None and len(scores) > nodes and sorted(scores, reverse=True)[nodes - 1] > score
+
+
+def _best_nodes(tokens: list[int], parents: list[int], scores: list[float], nodes: int | None) -> Proposal:
+    """A parent is at least as likely as its children and comes before them, so it is never left out."""
+    order = sorted(sorted(range(len(tokens)), key=lambda node: -scores[node])[:nodes])
+    number = {ROOT: ROOT, **{node: index for index, node in enumerate(order)}}
+    return Proposal(tuple(tokens[node] for node in order), tuple(number[parents[node]] for node in order))

@@ -1,0 +1,76 @@
+"""An EAGLE head guesses from the target's own hidden states (EAGLE-1, 2 and 3; see export/eagle.py)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
+from specrun.runner.sampling import Chooser
+from specrun.runner.session import Output, Session, feed
+from specrun.runner.types import EMPTY, ROOT, Proposal
+
+Array = np.ndarray[Any, Any]
+
+
+class Eagle:
+    """Row t of the head's cache is token t + 1 beside the target's states at t, which led to it. While drafting, the
+    head's own states stand in; they are replaced by the target's after each round."""
+
+    def __init__(
+        self,
+        session: Session,
+        fuse: Callable[[Array], Array],
+        vocabulary: Array | None,
+        prefill_width: int,
+        shape: TreeShape = CHAIN,
+    ) -> None:
+        """`fuse`: features [tokens, hidden] out of the target's states [tokens, taps * hidden]. `vocabulary`: the
+        target's id of each logit, ascending; None where the vocabularies are the same."""
+        self._session = session
+        self._fuse = fuse
+        self._vocabulary = vocabulary
+        self._prefill_width = prefill_width
+        self._shape = shape
+        self._features: list[Array] = []  # of tokens that the target has read and the head has not
+        self._states: list[Array] = []  # of the nodes fed since, the committed tokens' last one in front
+
+    def start(self) -> None:
+        self._session.truncate(0)
+        self._features.clear()
+
+    def observe(self, hidden: Array | None) -> None:
+        assert hidden is not None, "the target has no taps"
+        self._features.append(self._fuse(hidden))
+
+    def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
+        limit = min(limit, (self._session.capacity - len(tokens) + 1) // self._shape.breadth + 1)
+        if limit < 1 or not self._features:
+            return EMPTY
+        output = self._catch_up(tokens)
+        assert output.hidden is not None
+        self._states = [output.hidden[-1].copy()]
+
+        def best(row: Array, ahead: int, count: int) -> tuple[Array, Array]:
+            return chooser.best(row, len(tokens) + ahead, count, self._vocabulary)
+
+        proposal = grow_tree(output.logits[-1], self._feed, best, self._shape, limit)
+        self._session.truncate(self._session.length)
+        return proposal
+
+    def _catch_up(self, tokens: list[int]) -> Output:
+        """Read the tokens that the target has read, each beside the states that led to it."""
+        features = np.concatenate(self._features)
+        self._features.clear()
+        missing = tokens[self._session.length + 1 :]
+        for start in range(0, len(missing), self._prefill_width):
+            part = slice(start, start + self._prefill_width)
+            output = feed(self._session, missing[part], features[part])
+        return output
+
+    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Array:
+        features = np.stack([self._states[parent - ROOT] for parent in parents])
+        output = self._session.grow(tokens, parents, features)
+        assert output.hidden is not None
+        self._states += list(output.hidden.copy())
+        return output.logits

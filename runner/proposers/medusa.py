@@ -1,0 +1,64 @@
+"""Medusa heads guess several positions at once from one hidden state of the target (see export/medusa.py)."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from specrun.runner.draft_tree import CHAIN, TreeShape
+from specrun.runner.sampling import Chooser
+from specrun.runner.types import EMPTY, ROOT, Proposal
+
+Array = np.ndarray[Any, Any]
+
+
+class Medusa:
+    """No head knows what the one before it guessed, so the tree is made of the candidates of each, combined; the
+    most likely combinations are proposed."""
+
+    def __init__(self, heads: Callable[[Array], Array], vocabulary: Array | None, shape: TreeShape = CHAIN) -> None:
+        """`heads`: logits [heads, draft vocabulary] out of a hidden state [hidden]. `vocabulary`: the target's id of
+        each logit, ascending; None where the vocabularies are the same."""
+        self._heads = heads
+        self._vocabulary = vocabulary
+        self._shape = shape
+        self._hidden: Array | None = None
+
+    def start(self) -> None:
+        self._hidden = None
+
+    def observe(self, hidden: Array | None) -> None:
+        assert hidden is not None, "the target has no taps"
+        self._hidden = hidden[-1].copy()
+
+    def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
+        if self._hidden is None:  # a prompt of one token
+            return EMPTY
+        candidates = [
+            chooser.best(row, len(tokens) + ahead, self._shape.breadth, self._vocabulary)
+            for ahead, row in enumerate(self._heads(self._hidden)[:limit])
+        ]
+        return _combine(candidates, self._shape.nodes)
+
+
+def _combine(candidates: list[tuple[Array, Array]], nodes: int | None) -> Proposal:
+    """The most likely paths; `candidates`: tokens and logs of their shares at each depth, best first."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    # Best first. A path's next rivals are its first child and its next sibling: neither is more likely than itself.
+    queue: list[tuple[float, int, int, int]] = []  # minus score, depth, rank, parent
+
+    def push(score: float, depth: int, rank: int, parent: int) -> None:
+        if depth < len(candidates) and rank < len(candidates[depth][0]):
+            heapq.heappush(queue, (-(score + float(candidates[depth][1][rank])), depth, rank, parent))
+
+    push(0.0, 0, 0, ROOT)
+    while queue and (nodes is None or len(tokens) < nodes):
+        negative, depth, rank, parent = heapq.heappop(queue)
+        score = -negative
+        push(score - float(candidates[depth][1][rank]), depth, rank + 1, parent)
+        push(score, depth + 1, 0, len(tokens))
+        tokens.append(int(candidates[depth][0][rank]))
+        parents.append(parent)
+    return Proposal(tuple(tokens), tuple(parents))

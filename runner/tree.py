@@ -1,0 +1,38 @@
+"""Which rows of a call see each other: the ancestors of every node."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specrun.runner.types import ROOT
+
+Array = np.ndarray[Any, Any]
+
+
+class Ancestry:
+    """The nodes fed since the committed tokens, each with what it may attend to.
+
+    As in `Proposal`, a parent is an earlier node, or ROOT for the committed tokens.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[list[int]] = []  # of each node: itself and its ancestors
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, parents: Sequence[int]) -> tuple[Array, Array]:
+        """Add nodes. Returns the depth of each below the committed tokens, from 0, int64 [new], and the mask
+        bool [new, nodes in all] that says what each may attend to."""
+        first = len(self._lines)
+        for parent in parents:
+            self._lines.append([*([] if parent == ROOT else self._lines[parent]), len(self._lines)])
+        new = self._lines[first:]
+        mask = np.zeros((len(new), len(self._lines)), bool)
+        for row, line in enumerate(new):
+            mask[row, line] = True
+        return np.array([len(line) - 1 for line in new], np.int64), mask
+
+    def clear(self) -> None:
+        self._lines.clear()

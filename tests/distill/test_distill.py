@@ -1,0 +1,161 @@
+"""Training drafts end to end on a tiny target: answers, training, published layout, bundle."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specrun.distill.collection import CollectionError, collect
+from specrun.distill.corpus import Corpus, collate, frequent_tokens
+from specrun.distill.distill import DistillError, DistillOptions, distill
+from specrun.distill.objective import Objective, Tally
+from specrun.distill.teacher import Teacher, TeacherError
+from specrun.distill.training import TrainingOptions
+from specrun.export.checkpoint import Checkpoint
+from specrun.export.contract import recorded_states
+from specrun.runner.compare import compare
+from specrun.runner.runner import Request, Runner
+from tests import tiny
+
+PROMPTS = [f"the serving of {word} and {other}" for word in ("tea", "ale", "rum", "sea") for other in "abcdefghij"]
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.json"
+    file.write_text(json.dumps(PROMPTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path, prompt_file: Path) -> DistillOptions:
+    directory = tmp_path_factory.mktemp("distill")
+    return DistillOptions(
+        model=str(deep_checkpoint),
+        method="eagle3",
+        data=(str(prompt_file),),
+        out=directory / "out",
+        work=directory / "work",
+        tokens=4_000,
+        draft_vocabulary=280,
+        training=TrainingOptions(epochs=4, batch=4, learning_rate=2e-3),
+    )
+
+
+@pytest.fixture(scope="module")
+def shards(options: DistillOptions, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
+    return collect(teacher, PROMPTS, 4_000, tmp_path_factory.mktemp("answers"))
+
+
+def test_answers_are_the_targets_own_with_its_states(
+    shards: list[Path], options: DistillOptions, deep_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Decoded side by side with others of other lengths, each as if it were alone."""
+    model = Checkpoint.open(str(deep_checkpoint), tmp_path).load(torch.float32)
+    corpus = Corpus(shards, validation=False, longest=1_000)
+    greedy = 0
+    for index in range(0, len(corpus), 7):
+        item = corpus[index]
+        tokens = item["tokens"]
+        with torch.no_grad(), recorded_states(model) as states:
+            logits = model(input_ids=tokens[None]).logits[0, :, : tiny.VOCABULARY_SIZE]
+        wanted = torch.cat([states[2], states[4], states[5], states[-1]], -1)[0, :-1]
+        torch.testing.assert_close(item["hidden"].float(), wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
+        first = int(item["answer"].nonzero()[0])
+        greedy += torch.equal(logits[first - 1 : -1].argmax(-1), tokens[first:])
+    assert greedy >= 2  # three in five
+
+
+def test_collection_goes_on_where_it_stopped(
+    shards: list[Path], options: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
+    monkeypatch.setattr("specrun.distill.collection.Answerer", None)  # nothing is left to answer
+    assert collect(teacher, PROMPTS, 4_000, shards[0].parent) == shards
+    with pytest.raises(CollectionError, match="none of the 1 prompts"):
+        collect(teacher, ["x" * 5_000], 10, options.work / "none")
+
+
+def test_conversations_are_padded_out_of_the_loss(shards: list[Path]) -> None:
+    corpus = Corpus(shards, validation=False, longest=1_000)
+    lengths = corpus.lengths()
+    short, long = lengths.index(min(lengths)), lengths.index(max(lengths))
+    batch = collate([corpus[short], corpus[long]])
+    assert batch["tokens"].shape == batch["answer"].shape == (2, max(lengths))
+    assert not batch["answer"][0, min(lengths) :].any()
+    validation = Corpus(shards, validation=True, longest=1_000)
+    assert len(validation) + len(corpus) == len(PROMPTS)
+    assert len(validation) > 0
+
+
+def test_draft_vocabulary_is_what_the_target_writes(shards: list[Path]) -> None:
+    corpus = Corpus(shards, validation=False, longest=1_000)
+    written = np.concatenate(list(corpus.answers()))
+    ids, covered = frequent_tokens(corpus, 20, [299])
+    assert len(ids) == 20
+    assert 299 in ids
+    assert (np.diff(ids) > 0).all()
+    assert covered == pytest.approx(np.isin(written, ids).mean())
+
+
+def test_tally_counts_chains() -> None:
+    """Row t guesses token t + 2, then t + 3; a later guess counts only where the earlier one was right."""
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 5]])
+    answer = torch.tensor([[False, False, True, True, True, True]])
+    tally = Tally(Objective(torch.eye(6), torch.arange(6)), tokens, answer, torch.zeros(1, 5, 6))
+    guesses = torch.nn.functional.one_hot(torch.tensor([[2, 3, 0, 5]]), 6).float()  # the third is wrong
+    tally.add(guesses, torch.nn.Identity())
+    tally.add(torch.nn.functional.one_hot(torch.tensor([[3, 0, 5, 0]]), 6).float(), torch.nn.Identity())
+    result = tally.result()
+    assert result["tries"].tolist() == [4, 2]  # of rows 0, 1 and 3, the last has no further token to guess
+    assert result["hits"].tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft"])
+def test_trained_draft_is_published_built_and_accepted(
+    method: str, options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = replace(options, method=method, out=tmp_path / "draft")
+    distill(mine, tmp_path)
+    card = (mine.out / "README.md").read_text()
+    assert f"# {method} draft for" in card
+    assert "| accepted |" in card
+
+    bundle = tiny.make_bundle(tmp_path, Path(options.model), mine.out)
+    runner = Runner(bundle)
+    accepted = proposed = 0
+    for prompt in PROMPTS[::8]:
+        result = compare(runner, Request(runner.encode_chat(prompt), max_tokens=40, k=2), repeats=1)
+        assert result.identical
+        accepted += result.speculative.statistics.accepted_at[0]
+        proposed += result.speculative.statistics.proposed_at[0]
+    assert accepted / proposed > 0.3  # chance is 1 in 300
+
+    # A run that is called again has nothing left to train; its checkpoint says the same.
+    weights = next(file for file in mine.out.iterdir() if file.suffix == ".safetensors").read_bytes()
+    distill(replace(mine, out=tmp_path / "again"), tmp_path)
+    assert (
+        next(file for file in (tmp_path / "again").iterdir() if file.suffix == ".safetensors").read_bytes() == weights
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"method": "oracle"}, "method 'oracle', expected one of medusa, eagle3, draft"),
+        ({"data": ()}, "no --data"),
+        ({"tokens": 0}, "at least one token"),
+    ],
+)
+def test_senseless_training_is_refused(change: dict[str, object], reason: str, options: DistillOptions) -> None:
+    with pytest.raises(DistillError, match=reason):
+        replace(options, **change)  # type: ignore[arg-type]
+
+
+def test_target_without_three_taps_is_refused(target_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match="2 layers, too few"):
+        Teacher.prepare(Checkpoint.open(str(target_checkpoint), tmp_path), tmp_path / "teacher")
