@@ -1,8 +1,9 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFT=...] [K=4] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=12] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
-# make lossless  equality with plain decoding on the default model (about 20 minutes)
+# make lossless  every proposer equal to plain decoding on the default model (about an hour)
+# make drafts    train the default model's drafts again (many hours)
 # make clean     remove everything that was made
 
 PYTHON ?= python3
@@ -10,8 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 MODEL ?= smollm2-135m
-DRAFT ?=
+DRAFTS ?=
 K ?= 4
+NODES ?= 12
 PRECISION ?= fp32
 CAPACITY ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
@@ -25,8 +27,8 @@ demo: $(VENV)/.export
 	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
 
 engines: $(VENV)/.export
-	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --precision $(PRECISION) \
-		$(if $(CAPACITY),--capacity $(CAPACITY)) $(if $(DRAFT),--draft "$(DRAFT)")
+	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --precision $(PRECISION) \
+		$(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
 test: check
 	$(BIN)/python -m pytest -q -m "not gpu and not model"
@@ -36,7 +38,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build && ln -sfn .. build/specrun
-	MYPYPATH=build $(BIN)/mypy -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
+	MYPYPATH=build $(BIN)/mypy -p specrun.distill -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
 	MYPYPATH=build $(BIN)/mypy tests
 
 lossless: $(VENV)/.dev

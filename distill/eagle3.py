@@ -25,15 +25,22 @@ class Eagle3Trainee(torch.nn.Module):
         """
         size, rows = self.objective.hidden_size, tokens.shape[1] - 2
         tally = Tally(self.objective, tokens, answer, hidden[..., -size:])
+        # From step 1 on only rows that count are followed; a row guesses `step` positions further on, so those that
+        # stand before the first answer token by less than that count too.
+        start = max(0, tally.first_row - STEPS + 1)
+        tokens, positions = tokens[:, 1:-1], torch.arange(rows)[None].expand(len(tokens), rows)
         features = self.head.fuse(hidden[:, :rows, :-size].float())
-        positions = torch.arange(rows)[None].expand(tokens.shape[0], rows)
         # At step s a row sees the true rows before it, and its own ones of the steps since.
         cache = _GrowingCache()
-        causal, own = torch.ones(rows, rows, dtype=torch.bool).tril(), torch.eye(rows, dtype=torch.bool)
+        causal, own = torch.ones(rows, rows, dtype=torch.bool).tril(), torch.eye(rows - start, dtype=torch.bool)
         for step in range(STEPS):
-            mask = torch.cat([causal, *[own] * step], 1)[None, None]
-            features = self.head.states(ahead(tokens[:, 1:-1], step), features, positions + step, mask, cache)
+            first = start if step else 0
+            mask = torch.cat([causal[first:], *[own] * step], 1)[None, None]
+            features = self.head.states(
+                ahead(tokens, step)[:, first:], features, positions[:, first:] + step, mask, cache
+            )
             tally.add(features, self.head.logits)
+            features = features[:, start - first :]
         return tally.result()
 
 

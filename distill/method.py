@@ -170,7 +170,9 @@ def _start_from_target(head: EagleHead, weights: dict[str, torch.Tensor], ids: t
         # Features start as the latest tap, so that the layer meets what it is used to.
         head.fc.weight.normal_(0, FC_NOISE)
         head.fc.weight[:, -hidden:] += torch.eye(hidden)
+    # As in speculators: the rows of the target's head say what a state must look like to mean a token.
     head.embed_tokens.weight.requires_grad_(False)
+    head.lm_head.weight.requires_grad_(False)
 
 
 def _rope_theta(config: dict[str, Any]) -> float:

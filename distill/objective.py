@@ -41,24 +41,35 @@ class Tally:
     def __init__(self, objective: Objective, tokens: torch.Tensor, answer: torch.Tensor, normed: torch.Tensor) -> None:
         """tokens int64 [batch, T]; answer bool [batch, T]: what the target wrote; normed [batch, T - 1, hidden]: what
         its language model head read."""
-        self._objective = objective
-        self._tokens, self._answer, self._normed = tokens[:, 2:], answer[:, 2:], normed[:, 1:]
+        self._answer = answer[:, 2:]
+        self._wanted = objective.draft_ids(tokens[:, 2:])
+        # The target's distribution, once for each row that counts, and where to find it.
+        self._probs = objective.probs(normed[:, 1:][self._answer])
+        self._place = torch.zeros(self._answer.shape, dtype=torch.int64)
+        self._place[self._answer] = torch.arange(len(self._probs))
         self._alive = self._answer
         self._step = 0
         self.loss = torch.zeros(())
         self.hits: list[torch.Tensor] = []
         self.tries: list[torch.Tensor] = []
 
+    @property
+    def first_row(self) -> int:
+        """The first row that counts in any conversation."""
+        return int(self._answer.any(0).int().argmax())
+
     def add(self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The guesses for the next position. states [batch, T - 2, hidden]; `head` makes logits of them."""
-        answer = ahead(self._answer, self._step)
-        logits = head(states[answer])
-        wanted = self._objective.draft_ids(ahead(self._tokens, self._step)[answer])
+        """The guesses for the next position. states [batch, T - 2 - first, hidden], of the rows from some `first` on
+        that is not beyond `first_row`; `head` makes logits of them."""
+        step, first = self._step, self._answer.shape[1] - states.shape[1]
+        answer = ahead(self._answer, step)
+        logits = head(states[answer[:, first:]])
+        wanted = ahead(self._wanted, step)[answer]
         known = wanted >= 0
         if known.any():
-            probs = self._objective.probs(ahead(self._normed, self._step)[answer][known])
+            probs = self._probs[ahead(self._place, step)[answer][known]]
             loss = torch.nn.functional.cross_entropy(logits[known], probs)
-            self.loss = self.loss + POSITION_DECAY**self._step * loss
+            self.loss = self.loss + POSITION_DECAY**step * loss
         tried = self._alive & answer
         right = torch.zeros_like(tried)
         right[answer] = logits.detach().argmax(-1) == wanted

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from specrun.distill.corpus import Corpus, collate
@@ -75,7 +76,7 @@ def train(
         remove_unused_columns=False,
         report_to=[],
     )
-    trainer = Trainer(
+    trainer = _LengthGrouped(
         model=trainee,
         args=arguments,
         train_dataset=training,
@@ -96,6 +97,14 @@ def measure(trainee: torch.nn.Module, validation: Corpus) -> Acceptance:
         result = trainee(**collate([validation[index] for index in members]))
         hits, tries = hits + result["hits"], tries + result["tries"]
     return Acceptance(tuple((hits / tries.clamp(min=1)).tolist()), len(validation))
+
+
+class _LengthGrouped(Trainer):  # type: ignore[misc] # transformers publishes no types
+    """Conversations of like length go into one batch, so that little is padding."""
+
+    def _get_train_sampler(self, train_dataset: Corpus | None = None) -> torch.utils.data.Sampler[int]:
+        corpus = train_dataset or self.train_dataset
+        return LengthGroupedSampler(self.args.train_batch_size, dataset=corpus, lengths=corpus.lengths())
 
 
 class _Validate(TrainerCallback):  # type: ignore[misc] # transformers publishes no types

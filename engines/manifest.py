@@ -150,7 +150,9 @@ def read_manifest(path: Path) -> Manifest:
     manifest = from_json(Manifest, data, str(file))
     for kind, head in manifest.heads.items():
         if kind not in (MEDUSA, EAGLE, EAGLE3, EARLY_EXIT) or not set(head.taps) <= set(manifest.target.signature.taps):
-            raise SchemaError(f"{file}: the head {kind} is unknown or reads other states than the target puts out")
+            raise SchemaError(
+                f"{file}: the head {kind} is unknown or reads other states than the target puts out; rebuild the bundle"
+            )
     if (manifest.draft is None) != (manifest.draft_capacity == 0):
         raise SchemaError(f"{file}: draft and draft_capacity contradict each other; rebuild the bundle")
     return manifest

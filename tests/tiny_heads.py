@@ -101,8 +101,12 @@ def eagle3(directory: Path, ids: torch.Tensor | None = DRAFT_IDS, **config: Any)
 
 def speculators_eagle3(directory: Path, weights: Weights | None = None, **config: Any) -> Path:
     """As vLLM's speculators publishes EAGLE-3."""
-    flags = {key: bool(config.get(key)) for key in ("norm_before_residual", "norm_before_fc", "norm_output")}
-    weights = weights or eagle3_weights(**flags, norm_per_tap=bool(config.get("fc_norm")))
+    weights = weights or eagle3_weights(
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_before_fc=bool(config.get("norm_before_fc")),
+        norm_output=bool(config.get("norm_output")),
+        norm_per_tap=bool(config.get("fc_norm")),
+    )
     settings = {
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",

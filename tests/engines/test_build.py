@@ -28,7 +28,7 @@ def test_bundle_holds_what_it_says(bundle: Bundle) -> None:
     assert manifest.widths == (1, 5, 128)
     assert manifest.capacity == 256
     assert manifest.draft_capacity == 96  # what the draft was trained for
-    assert manifest.draft_method == "draft_model"
+    assert manifest.proposer == "draft_model"
     assert manifest.target.vocabulary_size == tiny.VOCABULARY_SIZE
     on_disk = {file.relative_to(bundle.path).as_posix() for file in bundle.path.rglob("*") if file.is_file()}
     assert on_disk == {*manifest.files, MANIFEST}
@@ -64,6 +64,7 @@ def test_graph_is_optimized_at_build(bundle: Bundle) -> None:
     [
         ({"k": 0}, "k = 0"),
         ({"k": 65}, "k = 65"),
+        ({"nodes": 257}, "257 tree nodes"),
         ({"precision": "int3"}, "int3"),
         ({"capacity": 5}, "capacity 5"),
     ],
@@ -78,7 +79,7 @@ def test_draft_of_another_family_is_refused(target_checkpoint: Path, tmp_path: P
     other = tiny.make_tokenizer(changed={"a": "q!", "b": "q?"})
     draft = tiny.save_checkpoint(tmp_path / "draft", tiny.make_model(tiny.llama()), other)
     with pytest.raises(VocabularyMismatchError, match="'a' in the target and 'q!' in the draft"):
-        build_bundle(BuildOptions(str(target_checkpoint), tmp_path / "out", str(draft), capacity=128), tmp_path)
+        build_bundle(BuildOptions(str(target_checkpoint), tmp_path / "out", (str(draft),), capacity=128), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
 
 

@@ -28,6 +28,15 @@ def test_manifest_survives_json(bundle: Bundle) -> None:
     assert from_json(Manifest, data, "manifest") == bundle.manifest
 
 
+HEAD = {
+    "name": "head",
+    "parameters": 1,
+    "taps": [2],
+    "signature": None,
+    "positions": 3,
+    "capacity": 0,
+    "reduced_vocabulary": False,
+}
 MANIFEST_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] = {
     "unknown key": (lambda data: data.update(colour="red"), SchemaError, "colour"),
     "missing key": (lambda data: data.pop("capacity"), SchemaError, "capacity"),
@@ -40,9 +49,19 @@ MANIFEST_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Except
     "true for a number": (lambda data: data.update(k=True), SchemaError, "k: got bool"),
     "mixed list": (lambda data: data.update(widths=[1, "5"]), SchemaError, r"widths\[1\]"),
     "other version": (
-        lambda data: data.update(format_version=2),
+        lambda data: data.update(format_version=1),
         BundleError,
-        "format_version 2, expected 1",
+        "format_version 1, expected 2",
+    ),
+    "unknown head": (
+        lambda data: data["heads"].update(oracle=HEAD | {"taps": []}),
+        SchemaError,
+        "the head oracle is unknown",
+    ),
+    "tap that the target has not": (
+        lambda data: data["heads"].update(medusa=HEAD),
+        SchemaError,
+        "reads other states",
     ),
     "no draft": (lambda data: data.update(draft=None), SchemaError, "draft"),
     "listed file missing": (

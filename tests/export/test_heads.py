@@ -104,7 +104,9 @@ def by_hand(
         if config.get("norm_before_fc"):
             states = norm("input_norm", states)
         if config.get("fc_norm"):
-            states = torch.cat([norm(f"fc_norm.{i}", part) for i, part in enumerate(states.split(HIDDEN, -1))], -1)
+            states = torch.cat(
+                [norm(f"fc_norm.{i}", part) for i, part in enumerate(states.unflatten(-1, (3, HIDDEN)).unbind(-2))], -1
+            )
         fused = linear("fc", states)
         normed = norm(f"{layer}.hidden_norm", fused)
         residual = normed if config.get("norm_before_residual") else fused

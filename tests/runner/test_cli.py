@@ -11,10 +11,10 @@ import transformers
 
 from specrun.engines.manifest import MANIFEST, Bundle
 from specrun.runner import cli
-from specrun.runner.compare import compare
+from specrun.runner.compare import compare_all
 from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
 from specrun.runner.sampling import RequestError
-from tests import tiny
+from tests import tiny, tiny_heads
 
 PROMPT = "the serving of serving of serving"
 
@@ -87,7 +87,7 @@ def test_difference_is_an_exit_code(specrun: Specrun, bundle: Bundle, monkeypatc
     from specrun.runner.types import Verdict
 
     def lossy(proposal, logits, chooser, position):  # type: ignore[no-untyped-def]
-        return Verdict(len(proposal.tokens), chooser.choose(logits[-1], position + len(proposal.tokens)))
+        return Verdict(tuple(range(len(proposal.tokens))), chooser.choose(logits[-1], position + len(proposal.tokens)))
 
     monkeypatch.setattr(loop, "accept", lossy)
     arguments = (
@@ -130,17 +130,27 @@ def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_
     code, out, _ = specrun(*arguments, "--max-tokens", 10, "--repeats", 1, "--json")
     rows = json.loads(out)
     assert code == 0
-    assert len(rows) == 2 * 2 * 2  # proposers, k, temperatures
+    assert len(rows) == 3 * 2 * 2  # n-gram, draft as chain and tree; k; temperatures
     promised = "prompt_set proposer k temperature plain_tok_s tok_s speedup acceptance_length round_cost identical"
     for row in rows:
         assert set(promised.split()) <= set(row)
         assert row["identical"] is True
         assert row["speedup"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
         assert row["tokens"] == 20
-    code, out, _ = specrun("bench", bundle.path, "--set", prompts, "--max-tokens", 5, "--repeats", 1)
+        assert row["nodes"] == (12 if row["proposer"] == "draft_model_tree" else row["k"])
+        assert len(row["acceptance_per_position"]) <= row["k"]
+    report = tmp_path / "report.html"
+    code, out, _ = specrun(
+        "bench", bundle.path, "--set", prompts, "--max-tokens", 5, "--repeats", 1, "--report", report
+    )
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["prompt", "set", "proposer"]
-    assert len(out.splitlines()) == 3
+    assert len(out.splitlines()) == 4
+    page = report.read_text()
+    assert page.count("<svg") == 3  # speed-up, acceptance per position, time per stage
+    assert "draft_model_tree, 12 nodes" in page
+    assert not any(source in page for source in ("<script", "<link", 'src="', "@import"))  # nothing from elsewhere
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["prompts.json", "report.html"]
 
 
 def test_prompt_sets() -> None:
@@ -223,6 +233,15 @@ def other_family(directory: Path) -> Path:
 
 LONG = "serving " * 300
 Case = Callable[[Bundle, Path, Path], list[object]]
+
+
+def other_target(path: Path) -> Path:
+    """Medusa heads for a target with another number of hidden units."""
+    weights = {name: value[..., :32] for name, value in tiny_heads.medusa_weights().items() if "bias" not in name}
+    weights |= {name: value for name, value in tiny_heads.medusa_weights().items() if "bias" in name}
+    return tiny_heads.write(path, {"medusa_num_heads": 3}, weights)
+
+
 BAD_INPUTS: dict[str, tuple[Case, str]] = {
     "missing model": (lambda b, t, p: ["build", p / "nowhere", "--out", p / "out"], "does not exist"),
     "wrong architecture": (
@@ -247,6 +266,19 @@ BAD_INPUTS: dict[str, tuple[Case, str]] = {
         ],
         "another family",
     ),
+    "two drafts of a kind": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--draft", "early-exit:1", "--draft", "skip:1"],
+        "two drafts of the kind early_exit",
+    ),
+    "early exit after the last layer": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--capacity", 256, "--draft", "early-exit:2"],
+        "layers 0 to 1",
+    ),
+    "head of another target": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--capacity", 256, "--draft", other_target(p / "head")],
+        "does not fit",
+    ),
+    "no tree nodes": (lambda b, t, p: ["build", t, "--out", p / "out", "--nodes", 0], "0 tree nodes"),
     "build with k = 0": (lambda b, t, p: ["build", t, "--out", p / "out", "--k", 0], "k = 0"),
     "unknown precision": (lambda b, t, p: ["export", t, "--out", p / "out", "--precision", "fp7"], "fp7"),
     "foreign output": (lambda b, t, p: ["build", t, "--out", t, "--capacity", 256], "not written by specrun"),
@@ -266,6 +298,11 @@ BAD_INPUTS: dict[str, tuple[Case, str]] = {
     "unknown proposer": (
         lambda b, t, p: ["generate", b.path, "--prompt", "x", "--proposer", "oracle"],
         "oracle",
+    ),
+    "nodes = 0": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--nodes", 0], "0 tree nodes"),
+    "training method": (
+        lambda b, t, p: ["distill", t, "--method", "oracle", "--data", p, "--out", p / "out"],
+        "method 'oracle'",
     ),
     "unknown option": (lambda b, t, p: ["generate", b.path, "--propmt", "x"], "--propmt"),
     "missing option": (lambda b, t, p: ["generate", b.path], "--prompt"),
@@ -309,14 +346,14 @@ def test_difference_in_a_later_repeat_is_reported(bundle: Bundle, monkeypatch: p
     finished: list[int] = []
 
     def lossy_later(proposal, logits, chooser, position):  # type: ignore[no-untyped-def]
-        if finished and proposal.tokens:
-            return Verdict(len(proposal.tokens), 0)
+        if len(finished) >= 2 and proposal.tokens:
+            return Verdict(tuple(range(len(proposal.tokens))), 0)
         return accept(proposal, logits, chooser, position)
 
     monkeypatch.setattr(loop, "accept", lossy_later)
     runner = Runner(bundle)
     request = Request((1, 2, 3), max_tokens=12, proposer="draft_model")
-    result = compare(runner, request, repeats=2, progress=lambda: finished.append(1))
+    (result,) = compare_all(runner, [request], repeats=2, progress=lambda: finished.append(1))
     assert not result.identical
     assert not result.lossless
 
@@ -326,7 +363,8 @@ def test_compare_warms_up_both_ways(bundle: Bundle) -> None:
     from specrun.runner.runner import Request, Runner
 
     calls = []
-    result = compare(Runner(bundle), Request((1, 2, 3), max_tokens=4), repeats=2, progress=lambda: calls.append(1))
-    assert len(calls) == 2
-    assert result.plain_seconds > 0
-    assert result.speculative_seconds > 0
+    requests = [Request((1, 2, 3), max_tokens=4, proposer=proposer) for proposer in ("ngram", "draft_model")]
+    results = compare_all(Runner(bundle), requests, repeats=2, progress=lambda: calls.append(1))
+    assert len(calls) == 2 * 3
+    assert results[0].plain is results[1].plain  # one plain run beside each way to speculate
+    assert all(result.plain_seconds > 0 and result.speculative_seconds > 0 for result in results)

@@ -87,7 +87,7 @@ def first_proposal(bundle: Bundle, kind: str, tokens: list[int], runner: Runner)
                 found.append(proposal.tokens)
             return proposal
 
-        proposer.propose = recording  # type: ignore[method-assign]
+        proposer.propose = recording  # type: ignore[assignment,method-assign]
         return proposer
 
     with pytest.MonkeyPatch.context() as patch:
