@@ -41,8 +41,10 @@ check: $(VENV)/.dev
 	MYPYPATH=build $(BIN)/mypy -p specrun.distill -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
 	MYPYPATH=build $(BIN)/mypy tests
 
+# One draft of each kind; as a draft model the target itself, which fits no budget but tests the proposer.
 lossless: $(VENV)/.dev
-	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)-all --draft drafts/smollm2-135m-eagle3 \
+		--draft drafts/smollm2-135m-medusa --draft early-exit:15 --draft smollm2-135m
 	$(BIN)/python -m pytest -q -s -m model
 
 clean:

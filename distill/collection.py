@@ -1,5 +1,6 @@
 """Collect the target's answers to prompts, shard after shard; an interrupted run goes on where it stopped."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from specrun.distill.answers import Answerer
-from specrun.distill.corpus import write_shard
+from specrun.distill.corpus import shard_key, write_shard
 from specrun.distill.teacher import Teacher
 from specrun.engines.errors import SpecrunError
 from specrun.runner.sampling import Chooser, Sampling
@@ -29,7 +30,7 @@ class CollectionError(SpecrunError):
 def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Path) -> list[Path]:
     """Shards that hold at least `tokens` tokens written by the target, or all that `prompts` give.
 
-    What is in `directory` already, from the same prompts in the same order, is kept. Raises CollectionError.
+    What is in `directory` already, answers to the same prompts, is kept. Raises CollectionError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = teacher.tokenizer()
@@ -40,16 +41,18 @@ def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Pa
         if written >= tokens:
             break
         shard = directory / f"shard-{start // PROMPTS_PER_SHARD:04}.safetensors"
-        if not shard.is_file():
+        part = prompts[start : start + PROMPTS_PER_SHARD]
+        key = hashlib.sha256("\n".join([teacher.fingerprint, *part]).encode()).hexdigest()
+        if not (shard.is_file() and shard_key(shard) == key):
             answerer = answerer or Answerer(teacher.directory, teacher.model, BATCH, MAX_ANSWER)
-            ids = [teacher.encode(tokenizer, prompt) for prompt in prompts[start : start + PROMPTS_PER_SHARD]]
+            ids = [teacher.encode(tokenizer, prompt) for prompt in part]
             ids = [prompt for prompt in ids if 2 <= len(prompt) <= MAX_PROMPT]
             if not ids:
                 continue
             choosers = [Chooser(_sampling(start + index)) for index in range(len(ids))]
             began = time.monotonic()
             answers = answerer.answer(ids, choosers)
-            write_shard(shard, answers)
+            write_shard(shard, answers, key)
             new = sum(len(answer.tokens) - answer.prompt_length for answer in answers)
             rate = new / (time.monotonic() - began)
             logger.info(

@@ -28,8 +28,9 @@ class Answer:
     hidden: Array
 
 
-def write_shard(path: Path, answers: list[Answer]) -> None:
-    """One file of answers; whole or not at all, so that an interrupted run goes on after the last one."""
+def write_shard(path: Path, answers: list[Answer], key: str) -> None:
+    """One file of answers; whole or not at all, so that an interrupted run goes on after the last one. `key`: says
+    to what they are answers."""
     arrays = {
         "tokens": np.concatenate([np.array(answer.tokens, np.int32) for answer in answers]),
         "lengths": np.array([len(answer.tokens) for answer in answers], np.int64),
@@ -37,8 +38,14 @@ def write_shard(path: Path, answers: list[Answer]) -> None:
         "hidden": np.concatenate([answer.hidden for answer in answers]),
     }
     partial = path.with_suffix(".partial")
-    save_file(arrays, partial)
+    save_file(arrays, partial, metadata={"key": key})
     partial.replace(path)
+
+
+def shard_key(path: Path) -> str:
+    """The key that a shard was written with."""
+    with safe_open(path, "numpy") as file:
+        return str(file.metadata()["key"])
 
 
 @dataclass(frozen=True)

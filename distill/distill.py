@@ -1,16 +1,14 @@
 """Train a draft for a target: prompts, the target's answers, training, checkpoint, card."""
 
 import hashlib
-import json
 import logging
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from specrun.distill.collection import MAX_ANSWER, MAX_PROMPT, answer_tokens, collect
-from specrun.distill.corpus import Corpus, frequent_tokens
+from specrun.distill.corpus import Corpus, frequent_tokens, shard_key
 from specrun.distill.method import METHODS, Student
 from specrun.distill.prompts import make_prompts
 from specrun.distill.report import write_card
@@ -55,10 +53,9 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     """Train, and write the checkpoint to `options.out`, atomically. Raises errors of this package and of `export`."""
     checkpoint = Checkpoint.open(options.model, downloads)
     teacher = Teacher.prepare(checkpoint, options.work / "teacher")
-    prompts = _prompts(options)
-    key = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
-    logger.info("%d prompts from %s", len(prompts), ", ".join(options.data))
-    shards = collect(teacher, prompts, options.tokens, options.work / f"answers-{key}")
+    prompts = make_prompts([Path(source) for source in options.data], max(1, options.tokens // TOKENS_PER_PROMPT))
+    logger.info("%d prompts from %s", len(prompts), ", ".join(dict.fromkeys(options.data)))
+    shards = collect(teacher, prompts, options.tokens, options.work / "answers")
 
     longest = MAX_PROMPT + MAX_ANSWER
     training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
@@ -73,7 +70,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     )
     torch.manual_seed(options.training.seed)
     student: Student = METHODS[options.method](teacher, checkpoint, torch.from_numpy(ids))
-    run = options.work / f"{options.method}-{size}-{key}"
+    run = options.work / _run_name(options, shards)
     steps, acceptance = train(student.trainee, training, validation, run, options.training)
     logger.info("%s", acceptance)
     with staged_directory(options.out, CONFIG_FILE) as directory:
@@ -91,18 +88,8 @@ def distill(options: DistillOptions, downloads: Path) -> None:
         )
 
 
-def _prompts(options: DistillOptions) -> list[str]:
-    """The same list every time, so that a run can go on; kept in a file, because making it reads much text."""
-    asked = f"{options.data} {options.tokens}"
-    file = options.work / f"prompts-{hashlib.sha256(asked.encode()).hexdigest()[:12]}.json"
-    if file.is_file():
-        prompts: list[str] = json.loads(file.read_text(encoding="utf-8"))
-        return prompts
-    count = max(1, options.tokens // TOKENS_PER_PROMPT // len(options.data))
-    prompts = [prompt for source in options.data for prompt in make_prompts(Path(source), count, seed=0)]
-    random.Random(0).shuffle(prompts)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(prompts), encoding="utf-8")
-    partial.replace(file)
-    return prompts
+def _run_name(options: DistillOptions, shards: list[Path]) -> str:
+    """Of the directory with the training's checkpoints: another for other options or answers."""
+    settings = repr((options.method, options.draft_vocabulary, options.training, [shard.name for shard in shards]))
+    settings += "".join(shard_key(shard) for shard in shards)
+    return f"{options.method}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"

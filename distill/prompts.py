@@ -9,7 +9,8 @@ import ast
 import random
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from specrun.engines.errors import SpecrunError
@@ -123,22 +124,14 @@ class PromptError(SpecrunError):
     """A source of prompts has none."""
 
 
-def make_prompts(source: Path, count: int, seed: int) -> list[str]:
-    """At most `count` different prompts, in random order: the lines of a prompt file, or made from the text in a
-    directory. Raises PromptError or RequestError.
+def make_prompts(sources: Sequence[Path], count: int) -> list[str]:
+    """At most `count` different prompts, from each source in turn; one that is given twice counts twice.
+
+    A file is a list of prompts; from the text in a directory prompts are made. The same sources give the same prompts
+    in the same order, and a larger `count` only adds to them. Raises PromptError or RequestError.
     """
-    if source.is_file():
-        prompts = load_prompt_set(str(source))
-        random.Random(seed).shuffle(prompts)
-        return prompts[:count]
-    kinds = [kind for kind in (_topic_prompts, _code_prompts, _text_prompts) if _first(kind(source, seed))]
-    if not kinds:
-        raise PromptError(
-            f"{source} has neither {WORDNET_NOUNS} (WordNet) nor Python source nor {', '.join(sorted(TEXT_SUFFIXES))} "
-            f"files with paragraphs; give a directory that has, or a file with one prompt per line"
-        )
+    streams = [stream for seed, source in enumerate(sources) for stream in _streams(source, seed)]
     found: dict[str, None] = {}
-    streams = [kind(source, seed) for kind in kinds]
     while streams and len(found) < count:
         for stream in list(streams):
             prompt = next(stream, None)
@@ -146,13 +139,24 @@ def make_prompts(source: Path, count: int, seed: int) -> list[str]:
                 streams.remove(stream)
             else:
                 found[prompt] = None
-    prompts = list(found)[:count]
-    random.Random(seed).shuffle(prompts)
-    return prompts
+    return list(found)[:count]
 
 
-def _first(prompts: Iterator[str]) -> bool:
-    return next(prompts, None) is not None
+def _streams(source: Path, seed: int) -> list[Iterator[str]]:
+    """One for each kind of text in `source`."""
+    if source.is_file():
+        return [iter(load_prompt_set(str(source)))]
+    streams = []
+    for kind in (_topic_prompts, _code_prompts, _text_prompts):
+        stream = kind(source, seed)
+        if (first := next(stream, None)) is not None:
+            streams.append(chain([first], stream))
+    if not streams:
+        raise PromptError(
+            f"{source} has neither {WORDNET_NOUNS} (WordNet) nor Python source nor {', '.join(sorted(TEXT_SUFFIXES))} "
+            f"files with paragraphs; give a directory that has, or a file with one prompt per line"
+        )
+    return streams
 
 
 def _topic_prompts(directory: Path, seed: int) -> Iterator[str]:

@@ -56,6 +56,11 @@ class Teacher:
                 (staging / FINGERPRINT_FILE).write_text(fingerprint)
         return cls(directory, ExportCard.read(directory).model)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the target's checkpoint."""
+        return (self.directory / FINGERPRINT_FILE).read_text()
+
     def weights(self) -> dict[str, torch.Tensor]:
         """fp32: `lm_head` and `embed_tokens` [vocabulary, hidden], `norm` where there is one, and the last layer's
         as `layer.*`."""

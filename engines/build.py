@@ -236,7 +236,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 draft_capacity=min(capacity, drafts.model.context.limit) if drafts.model else 0,
                 k=options.k,
                 nodes=options.nodes,
-                widths=(1, options.k + 1, PREFILL_WIDTH),
+                widths=(1, options.k + 1, options.nodes + 1, PREFILL_WIDTH),
                 proposer=drafts.proposer,
                 target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
                 draft=draft_card.model if draft_card else None,

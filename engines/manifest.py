@@ -97,7 +97,7 @@ class Manifest:
     capacity: int  # tokens that the target's KV cache can hold
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round
-    widths: tuple[int, ...]  # tokens per call: plain decoding, verification, prefill chunk
+    widths: tuple[int, ...]  # tokens per call: plain decoding, verification of a chain, of a tree, prefill chunk
     nodes: int  # default size of a proposed tree
     proposer: str  # default proposer
     target: ModelEntry

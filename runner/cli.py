@@ -154,7 +154,7 @@ def build(
     multiple=True,
     required=True,
     help="File of prompts, or directory of text that prompts are made from: Python source, documentation, WordNet. "
-    "May be repeated.",
+    "May be repeated; one that is given twice counts twice.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory for the checkpoint.")
 @click.option(

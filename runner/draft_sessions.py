@@ -60,7 +60,8 @@ class DraftSessions:
         columns = self._tapped_columns(kind)
         if kind == MEDUSA:
             heads = self._stateless(kind, ENGINE_FILE)
-            return Medusa(lambda hidden: heads(hidden[None, columns])[0], self._vocabulary(kind), shape)
+            size = None if self._manifest.heads[kind].reduced_vocabulary else self._manifest.target.vocabulary_size
+            return Medusa(lambda hidden: heads(hidden[None, columns])[0, :, :size], self._vocabulary(kind), shape)
         fuse = FUSE_FILE if self._bundle.model_file(kind, FUSE_FILE).is_file() else None
         fused = self._stateless(kind, fuse) if fuse else np.copy
         return Eagle(

@@ -1,17 +1,15 @@
 """A small language model of the target's family guesses token by token."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
 from specrun.runner.sampling import Chooser
 from specrun.runner.session import Session, feed
 from specrun.runner.types import EMPTY, ROOT, Proposal
-
-logger = logging.getLogger(__name__)
 
 
 class DraftModel:
@@ -22,21 +20,19 @@ class DraftModel:
         self._prefill_width = prefill_width
         self._shape = shape
         self._fed: list[tuple[int, int]] = []  # token and parent of the nodes that the session holds
-        self._exhausted = False
+        self._room = DraftRoom(session.capacity, shape.breadth)
 
     def start(self) -> None:
         self._session.truncate(0)
         self._fed.clear()
-        self._exhausted = False
+        self._room.reset()
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         """Nothing to learn from the target's states."""
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        # The nodes of the last level are never read; those of the others are written after the committed tokens.
-        limit = min(limit, (self._session.capacity - len(tokens)) // self._shape.breadth + 1)
-        if limit < 1:
-            self._report_exhausted(len(tokens))
+        depth = self._room.depth(limit, len(tokens))
+        if not depth:
             return EMPTY
         self._session.keep(self._accepted(tokens))
         self._fed.clear()
@@ -49,7 +45,7 @@ class DraftModel:
         def best(row: np.ndarray[Any, Any], ahead: int, count: int) -> tuple[Any, Any]:
             return chooser.best(row, len(tokens) + ahead, count)
 
-        return grow_tree(logits, self._feed, best, self._shape, limit)
+        return grow_tree(logits, self._feed, best, self._shape, depth)
 
     def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
         self._fed += zip(tokens, parents, strict=True)
@@ -64,12 +60,3 @@ class DraftModel:
                 break
             path.append(self._fed.index(entry))
         return path
-
-    def _report_exhausted(self, length: int) -> None:
-        if not self._exhausted:
-            logger.warning(
-                "the draft's context of %d tokens is used up at token %d; decoding goes on without it",
-                self._session.capacity,
-                length,
-            )
-        self._exhausted = True

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
 from specrun.runner.sampling import Chooser
 from specrun.runner.session import Output, Session, feed
@@ -32,20 +33,24 @@ class Eagle:
         self._vocabulary = vocabulary
         self._prefill_width = prefill_width
         self._shape = shape
+        self._room = DraftRoom(session.capacity, shape.breadth)
         self._features: list[Array] = []  # of tokens that the target has read and the head has not
         self._states: list[Array] = []  # of the nodes fed since, the committed tokens' last one in front
 
     def start(self) -> None:
         self._session.truncate(0)
         self._features.clear()
+        self._room.reset()
 
     def observe(self, hidden: Array | None) -> None:
         assert hidden is not None, "the target has no taps"
         self._features.append(self._fuse(hidden))
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        limit = min(limit, (self._session.capacity - len(tokens) + 1) // self._shape.breadth + 1)
-        if limit < 1 or not self._features:
+        if not self._features:  # a prompt of one token
+            return EMPTY
+        depth = self._room.depth(limit, len(tokens) - 1)
+        if not depth:
             return EMPTY
         output = self._catch_up(tokens)
         assert output.hidden is not None
@@ -54,7 +59,7 @@ class Eagle:
         def best(row: Array, ahead: int, count: int) -> tuple[Array, Array]:
             return chooser.best(row, len(tokens) + ahead, count, self._vocabulary)
 
-        proposal = grow_tree(output.logits[-1], self._feed, best, self._shape, limit)
+        proposal = grow_tree(output.logits[-1], self._feed, best, self._shape, depth)
         self._session.truncate(self._session.length)
         return proposal
 

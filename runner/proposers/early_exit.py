@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
 from specrun.runner.sampling import Chooser
 from specrun.runner.session import Session, feed
@@ -18,16 +19,17 @@ class EarlyExit:
     def __init__(self, session: Session, shape: TreeShape = CHAIN) -> None:
         self._session = session
         self._shape = shape
+        self._room = DraftRoom(session.capacity, shape.breadth)
 
     def start(self) -> None:
-        """Nothing of its own to forget."""
+        self._room.reset()
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         """The target's cache is its memory."""
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        limit = min(limit, (self._session.capacity - len(tokens)) // self._shape.breadth + 1)
-        if limit < 1:
+        depth = self._room.depth(limit, len(tokens))
+        if not depth:
             return EMPTY
         self._session.truncate(len(tokens) - 1)
         logits = feed(self._session, tokens[-1:]).logits[-1]
@@ -35,7 +37,7 @@ class EarlyExit:
         def best(row: np.ndarray[Any, Any], ahead: int, count: int) -> tuple[Any, Any]:
             return chooser.best(row, len(tokens) + ahead, count)
 
-        return grow_tree(logits, self._feed, best, self._shape, limit)
+        return grow_tree(logits, self._feed, best, self._shape, depth)
 
     def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
         return self._session.grow(tokens, parents).logits
