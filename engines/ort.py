@@ -1,11 +1,15 @@
 """ONNX Runtime as an engine: optimize a graph once at build, load it as it is at every start."""
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 
 import onnxruntime as ort
 
 from specrun.engines.errors import SpecrunError, first_line
+
+logger = logging.getLogger(__name__)
 
 NAME = "ort"
 PROVIDERS = ["CPUExecutionProvider"]
@@ -32,15 +36,26 @@ def compile_graph(graph: Path, engine: Path) -> None:
     _session(graph, options)
 
 
-def load_engine(engine: Path, threads: int | None = None) -> ort.InferenceSession:
-    """Load a compiled engine without optimizing it again.
+def load_engine(engine: Path) -> ort.InferenceSession:
+    """Load a compiled engine without optimizing it again. Raises EngineError.
 
-    `threads`: of one operator; None means one per core that this process may use. Raises EngineError.
+    All engines of a process share one pool of threads, one per core that it may use. A pool for each would keep
+    spinning after its own calls and take the cores from the next engine's: with a target and a draft in turn, calls
+    took twice as long.
     """
+    _create_shared_threads()
     options = _options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = threads if threads is not None else usable_cores()
+    options.use_per_session_threads = False
     return _session(engine, options)
+
+
+@cache
+def _create_shared_threads() -> None:
+    try:
+        ort.set_global_thread_pool_sizes(usable_cores(), 1)
+    except Exception as error:  # a bare class of the bindings; whoever embeds us may have made the pool already
+        logger.info("using ONNX Runtime's threads as they are: %s", first_line(error))
 
 
 def usable_cores() -> int:
