@@ -44,11 +44,11 @@ def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Pa
         part = prompts[start : start + PROMPTS_PER_SHARD]
         key = hashlib.sha256("\n".join([teacher.fingerprint, *part]).encode()).hexdigest()
         if not (shard.is_file() and shard_key(shard) == key):
-            answerer = answerer or Answerer(teacher.directory, teacher.model, BATCH, MAX_ANSWER)
             ids = [teacher.encode(tokenizer, prompt) for prompt in part]
             ids = [prompt for prompt in ids if 2 <= len(prompt) <= MAX_PROMPT]
             if not ids:
                 continue
+            answerer = answerer or Answerer(teacher.directory, teacher.model, BATCH, MAX_ANSWER)
             choosers = [Chooser(_sampling(start + index)) for index in range(len(ids))]
             began = time.monotonic()
             answers = answerer.answer(ids, choosers)

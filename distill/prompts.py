@@ -10,7 +10,7 @@ import random
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from specrun.engines.errors import SpecrunError
@@ -21,6 +21,8 @@ TEXT_SUFFIXES = {".txt", ".rst", ".md"}
 FUNCTION_CHARS = (120, 700)  # of source: enough to edit, short enough for a small model
 PARAGRAPH_CHARS = (350, 1100)
 MIN_TAGGED = 2  # occurrences in WordNet's tagged texts: leaves out words that hardly anybody asks about
+MIN_SPACES = 4  # in a sentence that is worth asking about
+PATIENCE = 300  # prompts that were there already, before a source counts as used up
 MAX_FILES = 4_000  # of one kind in one tree
 
 # What WordNet's lexicographer files hold, and what a person might ask about it.
@@ -96,6 +98,48 @@ BY_CATEGORY = {
     "27": ["What is {noun} made of?", "What is {noun} used for?"],
     "28": ["What do people usually do during {noun}?", "Help me plan my {noun}."],
 }
+# Two or three things at once, so that hardly any answer begins like another. {person}, {thing}, {animal}, {food},
+# {act} and {place} come from the categories below; a leading a_ gives the article.
+SITUATIONS = [
+    "Write a short story about {a_person} who loses {a_thing} and meets {a_animal} on the way home.",
+    "{A_person} and {a_person2} are waiting for a train. Write down what they talk about.",
+    "My neighbour keeps {a_animal}, and it is loud at night. Help me write a friendly note to them.",
+    "I want to give {a_person} something useful, but I can only spend twenty euros. I thought of {a_thing}. What "
+    "speaks for it and what against it?",
+    "Suggest a meal with {food} and {food2} for guests who arrive in an hour.",
+    "I started {act} three months ago and make no progress. What am I likely doing wrong?",
+    "Which is easier to learn, {act} or {act2}? Explain your choice.",
+    "We have {a_thing}, {a_thing2} and a free afternoon. What could we do with them?",
+    "Describe a day in the life of {a_person} in {place}.",
+    "Write a review of {a_thing} that you are not happy with. Stay polite.",
+    "Give {a_person} three reasons to try {act}.",
+    "Make up a fable with {a_animal} and {a_animal2}. What does it teach?",
+    "Tell me how to get from {food} to a dish that children like, step by step.",
+    "I have to explain to {a_person} why {a_thing} was delivered late. Write the e-mail for me.",
+    "What would change if nobody had {a_thing} any more?",
+    "Write four lines that rhyme about {a_animal} and {a_thing}.",
+    "Should schools teach {act}? Give one argument for each side and then your own opinion.",
+    "How would {a_person} describe {a_thing} to someone who has never seen one?",
+    "Two friends travel to {place}. One of them likes {food}, the other likes {act}. Plan a day for both.",
+    "I am afraid of {a_animal}. What can I do about it?",
+]
+SLOTS = {"person": "18", "thing": "06", "animal": "05", "food": "13", "act": "04", "place": "15"}
+SENTENCES = [
+    'Write a short story in which somebody says: "{sentence}."',
+    'What might have happened before this? "{sentence}."',
+    'Say this in three other ways: "{sentence}."',
+    "Continue this text with a few sentences: {sentence}.",
+    'Someone wrote me: "{sentence}." What could I answer?',
+    'Write a letter that contains the words "{sentence}".',
+    'Describe the scene in which this was said: "{sentence}."',
+    'Ask me three questions about this sentence and answer them yourself: "{sentence}."',
+]
+DEFINITIONS = [
+    "Explain in your own words, with an example: {gloss}.",
+    "Which words could mean this: {gloss}?",
+    "Write a dialogue about this: {gloss}.",
+    "Where does one come across this in everyday life: {gloss}?",
+]
 EDITS = [
     "Rename the variable `{name}` to `{new}` in this code. Reply with the complete code.",
     "Replace the name `{name}` by `{new}` everywhere and show me the whole function.",
@@ -134,11 +178,11 @@ def make_prompts(sources: Sequence[Path], count: int) -> list[str]:
     found: dict[str, None] = {}
     while streams and len(found) < count:
         for stream in list(streams):
-            prompt = next(stream, None)
-            if prompt is None:
+            new = next((prompt for prompt in islice(stream, PATIENCE) if prompt not in found), None)
+            if new is None:  # at its end, or it only repeats itself
                 streams.remove(stream)
             else:
-                found[prompt] = None
+                found[new] = None
     return list(found)[:count]
 
 
@@ -146,7 +190,7 @@ def _streams(source: Path, seed: int) -> list[Iterator[str]]:
     """One for each kind of text in `source`."""
     if source.is_file():
         return [iter(load_prompt_set(str(source)))]
-    streams = []
+    streams: list[Iterator[str]] = []
     for kind in (_topic_prompts, _code_prompts, _text_prompts):
         stream = kind(source, seed)
         if (first := next(stream, None)) is not None:
@@ -160,14 +204,48 @@ def _streams(source: Path, seed: int) -> list[Iterator[str]]:
 
 
 def _topic_prompts(directory: Path, seed: int) -> Iterator[str]:
-    """Questions about the nouns of WordNet that are in everyday use, endlessly."""
+    """Questions about the nouns of WordNet that are in everyday use, and about its example sentences, endlessly."""
     nouns = list(_common_nouns(directory))
+    by_category: dict[str, list[str]] = {}
+    for noun, category in nouns:
+        by_category.setdefault(category, []).append(noun)
+    examples, glosses = _examples(directory)
     rng = random.Random(seed)
+    slots = {slot: by_category.get(category) or [noun for noun, _ in nouns] for slot, category in SLOTS.items()}
     while nouns:
-        (noun, category), (other, _) = rng.choice(nouns), rng.choice(nouns)
-        special = BY_CATEGORY.get(category, [])
-        template = rng.choice(special if special and rng.random() < 0.6 else ANYTHING)
-        yield template.format(noun=noun, a_noun=_article(noun), other=other, other_a_noun=_article(other))
+        kind = rng.random()
+        if kind < 0.3:
+            yield _situation(slots, rng)
+        elif kind < 0.5 and examples:
+            yield rng.choice(SENTENCES).format(sentence=rng.choice(examples))
+        elif kind < 0.6 and glosses:
+            yield rng.choice(DEFINITIONS).format(gloss=rng.choice(glosses))
+        else:
+            (noun, category), (other, _) = rng.choice(nouns), rng.choice(nouns)
+            special = BY_CATEGORY.get(category, [])
+            template = rng.choice(special if special and rng.random() < 0.6 else ANYTHING)
+            yield template.format(noun=noun, a_noun=_article(noun), other=other, other_a_noun=_article(other))
+
+
+def _situation(slots: dict[str, list[str]], rng: random.Random) -> str:
+    chosen = {f"{slot}{number}": rng.choice(nouns) for slot, nouns in slots.items() for number in ("", "2")}
+    chosen |= {f"a_{name}": _article(noun) for name, noun in chosen.items()}
+    return rng.choice(SITUATIONS).format(**chosen, A_person=chosen["a_person"].capitalize())
+
+
+def _examples(directory: Path) -> tuple[list[str], list[str]]:
+    """Example sentences, and definitions, of all of WordNet's words."""
+    examples: list[str] = []
+    glosses: list[str] = []
+    for part in ("noun", "verb", "adj"):
+        if (directory / f"data.{part}").is_file():
+            for line in (directory / f"data.{part}").read_text(encoding="utf-8").splitlines():
+                gloss = line.partition(" | ")[2].strip()
+                examples += [example for example in re.findall(r'"([^"]+)"', gloss) if example.count(" ") >= MIN_SPACES]
+                definition = gloss.partition(";")[0]
+                if definition.count(" ") >= MIN_SPACES and '"' not in definition:
+                    glosses.append(definition)
+    return examples, glosses
 
 
 def _common_nouns(directory: Path) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,10 @@ class _LengthGrouped(Trainer):  # type: ignore[misc] # transformers publishes no
 
     def _get_train_sampler(self, train_dataset: Corpus | None = None) -> torch.utils.data.Sampler[int]:
         corpus = train_dataset or self.train_dataset
-        return LengthGroupedSampler(self.args.train_batch_size, dataset=corpus, lengths=corpus.lengths())
+        sampler: torch.utils.data.Sampler[int] = LengthGroupedSampler(
+            self.args.train_batch_size, dataset=corpus, lengths=corpus.lengths()
+        )
+        return sampler
 
 
 class _Validate(TrainerCallback):  # type: ignore[misc] # transformers publishes no types

@@ -105,7 +105,7 @@ def by_hand(
             states = norm("input_norm", states)
         if config.get("fc_norm"):
             states = torch.cat(
-                [norm(f"fc_norm.{i}", part) for i, part in enumerate(states.unflatten(-1, (3, HIDDEN)).unbind(-2))], -1
+                [norm(f"fc_norm.{i}", part) for i, part in enumerate(states.reshape(1, 1, 3, HIDDEN).unbind(-2))], -1
             )
         fused = linear("fc", states)
         normed = norm(f"{layer}.hidden_norm", fused)
