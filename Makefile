@@ -3,7 +3,6 @@
 # make test      checks and tests
 # make check     ruff, mypy
 # make lossless  every proposer equal to plain decoding on the default model (about an hour)
-# make drafts    train the default model's drafts again (many hours)
 # make clean     remove everything that was made
 
 PYTHON ?= python3
@@ -42,9 +41,10 @@ check: $(VENV)/.dev
 	MYPYPATH=build $(BIN)/mypy tests
 
 # One draft of each kind; as a draft model the target itself, which fits no budget but tests the proposer.
+LOSSLESS_DRAFTS := $(wildcard drafts/smollm2-135m-*) early-exit:15 smollm2-135m
+
 lossless: $(VENV)/.dev
-	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)-all --draft drafts/smollm2-135m-eagle3 \
-		--draft drafts/smollm2-135m-medusa --draft early-exit:15 --draft smollm2-135m
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)-all $(foreach draft,$(LOSSLESS_DRAFTS),--draft $(draft))
 	$(BIN)/python -m pytest -q -s -m model
 
 clean:

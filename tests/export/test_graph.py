@@ -122,7 +122,7 @@ def test_static_file_has_no_named_axes(width: int, target_checkpoint: Path, tmp_
     axes = [axis for value in [*graph.input, *graph.output] for axis in value.type.tensor_type.shape.dim]
     assert all(axis.dim_value > 0 for axis in axes)
     assert "Shape" not in {node.op_type for node in graph.node}
-    assert ExportCard.read(tmp_path / "static").pinned == {"batch": 1, "tokens": width, "capacity": 64}
+    assert ExportCard.read(tmp_path / "static").pinned == {"batch": 1, "tokens": width, "tree": width, "capacity": 64}
 
 
 @pytest.mark.parametrize(("width", "capacity"), [(4, None), (None, 64), (0, 64), (65, 64)])
