@@ -28,11 +28,6 @@ class TreeShape:
 
     breadth: int  # nodes that are expanded on each level, and children that each gets
     nodes: int | None  # in all; None: no limit besides the depth's
-    least_share: float = 0.0  # nodes whose path the draft finds less likely than this are not expanded
-
-    @property
-    def is_chain(self) -> bool:
-        return self.breadth == 1
 
 
 CHAIN = TreeShape(breadth=1, nodes=None)
@@ -44,7 +39,6 @@ def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: in
     parents: list[int] = []
     scores: list[float] = []
     fed: dict[int, int] = {ROOT: ROOT}  # number of each node among those fed to the draft
-    floor = np.log(shape.least_share) if shape.least_share else -np.inf
     level, rows = [ROOT], logits[None]
     for reached in range(depth):
         new: list[int] = []
@@ -55,8 +49,7 @@ def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: in
                 tokens.append(int(token))
                 parents.append(node)
                 scores.append(above + float(share))
-        likely = [node for node in new if scores[node] >= floor]
-        level = sorted(likely, key=lambda node: -scores[node])[: shape.breadth]
+        level = sorted(new, key=lambda node: -scores[node])[: shape.breadth]
         if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape.nodes):
             break
         first = len(fed) - 1

@@ -15,7 +15,6 @@ from specrun.engines.signature import (
     INPUT_IDS,
     LOGITS,
     POSITION_IDS,
-    TOKENS,
     TREE_MASK,
     Signature,
     past,
@@ -92,7 +91,7 @@ class OrtSession:
     def _bind_output(self, name: str, width: int) -> Array:
         """Bind a buffer and return what the call will leave there: [width, columns]."""
         columns = self._signature.outputs()[name][2]
-        assert isinstance(columns, int), TOKENS
+        assert isinstance(columns, int)  # only the first two axes have names
         if name not in self._buffers or self._buffers[name].shape[1] < width:
             self._buffers[name] = np.empty((1, width, columns), self._dtype)
         view = self._buffers[name][:, :width]

@@ -55,6 +55,18 @@ def test_twin_draft_is_accepted_whole(k: int, sampling: Sampling, twin_runner: R
     assert result.speculative.statistics.accepted_at == result.speculative.statistics.proposed_at
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
+@pytest.mark.parametrize("k", [2, 4])
+def test_accepted_path_through_a_tree_is_kept_in_the_cache(k: int, sampling: Sampling, twin_runner: Runner) -> None:
+    """A perfect draft's path skips the siblings beside it, so its rows must be moved together after each round."""
+    asked = request(sampling=sampling, k=k, nodes=14, proposer="draft_model_tree", max_tokens=60)
+    result = compare(twin_runner, asked, repeats=1)
+    assert result.identical, result.divergence
+    statistics = result.speculative.statistics
+    assert statistics.accepted_at[1] > 5
+    assert statistics.proposed > statistics.proposed_at.total()  # it did branch
+
+
 def test_plain_decoding_equals_pytorch(runner: Runner, target_checkpoint: Path, tmp_path: Path) -> None:
     """Greedy, without a cache, across the first growth of the KV cache."""
     model = Checkpoint.open(str(target_checkpoint), tmp_path).load(torch.float32)
