@@ -39,33 +39,34 @@ class _Row:
 
 
 class Answerer:
-    """Decodes `batch` conversations of like length at a time."""
+    """Decodes `batch` conversations at a time, each until a token of `stop`."""
 
-    def __init__(self, directory: Path, model: ModelEntry, batch: int, max_answer: int) -> None:
+    def __init__(self, directory: Path, model: ModelEntry, batch: int, max_answer: int, stop: frozenset[int]) -> None:
         self._engine = load_engine(directory / ENGINE_FILE)
         self._model = model
         self._batch = batch
         self._max_answer = max_answer
-        self._stop = frozenset(model.stop_token_ids)
+        self._stop = stop
 
     def answer(self, prompts: Sequence[Sequence[int]], choosers: Sequence[Chooser]) -> list[Answer]:
         """The answer to each prompt."""
         rows = [_Row(list(prompt), len(prompt), chooser) for prompt, chooser in zip(prompts, choosers, strict=True)]
-        ordered = sorted(rows, key=lambda row: row.prompt_length)
-        for start in range(0, len(rows), self._batch):
-            self._decode(ordered[start : start + self._batch])
+        # Short prompts first: attention costs by the capacity of the cache, which grows with the longest row.
+        self._decode(sorted(rows, key=lambda row: row.prompt_length, reverse=True))
         return [Answer(tuple(row.tokens), row.prompt_length, np.concatenate(row.hidden)) for row in rows]
 
-    def _decode(self, rows: list[_Row]) -> None:
-        """Finish all `rows`, side by side."""
+    def _decode(self, waiting: list[_Row]) -> None:
+        """Finish all rows, the last first: side by side, and where one ends the next takes its place."""
         signature = self._model.signature
-        shape = (len(rows), signature.kv_heads, 0, signature.head_dim)
+        shape = (min(self._batch, len(waiting)), signature.kv_heads, 0, signature.head_dim)
         caches = [np.zeros(shape, self._model.cache_dtype) for _ in signature.cache_parts()]
-        caches = _with_capacity(caches, max(len(row.tokens) for row in rows))
-        for index, row in enumerate(rows):
-            self._prefill(row, [cache[index : index + 1] for cache in caches])
-        rows = list(rows)
-        while rows:
+        rows: list[_Row] = []
+        while rows or waiting:
+            while waiting and len(rows) < shape[0]:
+                row = waiting.pop()
+                caches = _with_capacity(caches, len(row.tokens))
+                self._prefill(row, [cache[len(rows) : len(rows) + 1] for cache in caches])
+                rows.append(row)
             caches = _with_capacity(caches, max(len(row.tokens) for row in rows))
             tokens = np.array([row.tokens[-1:] for row in rows], np.int64)
             lengths = np.array([len(row.tokens) - 1 for row in rows], np.int64)

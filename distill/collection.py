@@ -48,7 +48,8 @@ def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Pa
             ids = [prompt for prompt in ids if 2 <= len(prompt) <= MAX_PROMPT]
             if not ids:
                 continue
-            answerer = answerer or Answerer(teacher.directory, teacher.model, BATCH, MAX_ANSWER)
+            stop = frozenset(teacher.model.stop_token_ids)
+            answerer = answerer or Answerer(teacher.directory, teacher.model, BATCH, MAX_ANSWER, stop)
             choosers = [Chooser(_sampling(start + index)) for index in range(len(ids))]
             began = time.monotonic()
             answers = answerer.answer(ids, choosers)

@@ -110,9 +110,9 @@ def collate(conversations: list[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
     return {name: pad([each[name] for each in conversations], batch_first=True) for name in conversations[0]}
 
 
-def frequent_tokens(corpus: Corpus, size: int, always: Sequence[int]) -> tuple[Array, float]:
+def frequent_tokens(corpus: Corpus, size: int, always: Sequence[int]) -> Array:
     """The draft vocabulary: ids of the `size` tokens that the target writes most often, ascending, `always` among
-    them; and the share of all written tokens that they cover."""
+    them."""
     counts: Counter[int] = Counter()
     for tokens in corpus.answers():
         counts.update(tokens.tolist())
@@ -125,5 +125,10 @@ def frequent_tokens(corpus: Corpus, size: int, always: Sequence[int]) -> tuple[A
         if len(chosen) == size:
             break
         chosen[token] = None
-    covered = sum(counts[token] for token in chosen) / max(1, counts.total())
-    return np.array(sorted(chosen), np.int64), covered
+    return np.array(sorted(chosen), np.int64)
+
+
+def coverage(corpus: Corpus, ids: Array) -> float:
+    """The share of `ids` among all tokens that the target wrote."""
+    known = [np.isin(tokens, ids) for tokens in corpus.answers()]
+    return float(np.concatenate(known).mean()) if known else 0.0

@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 
 from specrun.distill.collection import MAX_ANSWER, MAX_PROMPT, answer_tokens, collect
-from specrun.distill.corpus import Corpus, frequent_tokens, shard_key
-from specrun.distill.method import METHODS, Student
+from specrun.distill.corpus import Corpus, coverage, frequent_tokens, shard_key
+from specrun.distill.method import METHODS, Student, load_start
 from specrun.distill.prompts import make_prompts
 from specrun.distill.report import write_card
+from specrun.distill.self_prompts import SELF, self_prompts
 from specrun.distill.teacher import Teacher
 from specrun.distill.training import TrainingOptions, train
 from specrun.engines.errors import SpecrunError
 from specrun.engines.staging import staged_directory
 from specrun.export.checkpoint import CONFIG_FILE, Checkpoint
+from specrun.export.heads import HeadCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,14 @@ class DistillOptions:
     work: Path  # what a run leaves for the next one: engine, answers, checkpoints of the training
     tokens: int = 1_000_000
     draft_vocabulary: int = 8192
+    start: Path | None = None  # a trained draft to go on from, with its vocabulary
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise DistillError(f"got method {self.method!r}, expected one of {', '.join(METHODS)}")
         if not self.data:
-            raise DistillError("got no --data; expected files of prompts or directories of text")
+            raise DistillError(f"got no --data; expected {SELF}, files of prompts or directories of text")
         if self.tokens < 1 or self.draft_vocabulary < 1 or self.training.epochs <= 0 or self.training.batch < 1:
             raise DistillError("expected at least one token, one vocabulary entry and one conversation a batch")
 
@@ -53,23 +56,30 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     """Train, and write the checkpoint to `options.out`, atomically. Raises errors of this package and of `export`."""
     checkpoint = Checkpoint.open(options.model, downloads)
     teacher = Teacher.prepare(checkpoint, options.work / "teacher")
-    prompts = make_prompts([Path(source) for source in options.data], max(1, options.tokens // TOKENS_PER_PROMPT))
+    own = options.work / f"prompts-{teacher.fingerprint[:12]}"
+    sources = [self_prompts(teacher, own) if source == SELF else Path(source) for source in options.data]
+    prompts = make_prompts(sources, max(1, options.tokens // TOKENS_PER_PROMPT))
     logger.info("%d prompts from %s", len(prompts), ", ".join(dict.fromkeys(options.data)))
     shards = collect(teacher, prompts, options.tokens, options.work / "answers")
 
     longest = MAX_PROMPT + MAX_ANSWER
     training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
     size = min(options.draft_vocabulary, teacher.model.vocabulary_size)
-    ids, covered = frequent_tokens(training, size, teacher.model.stop_token_ids)
+    start = load_start(options.start, options.method, teacher, checkpoint) if options.start else None
+    if start is not None:
+        ids = torch.arange(teacher.model.signature.vocab_size) if start.vocabulary is None else start.vocabulary
+    else:
+        ids = torch.from_numpy(frequent_tokens(training, size, teacher.model.stop_token_ids))
+    covered = coverage(training, ids.numpy())
     logger.info(
         "%d conversations to train on, %d to validate; the draft's %d tokens cover %.1f %% of what is written",
         len(training),
         len(validation),
-        size,
+        len(ids),
         100 * covered,
     )
     torch.manual_seed(options.training.seed)
-    student: Student = METHODS[options.method](teacher, checkpoint, torch.from_numpy(ids))
+    student: Student = METHODS[options.method](teacher, checkpoint, ids, start)
     run = options.work / _run_name(options, shards)
     steps, acceptance = train(student.trainee, training, validation, run, options.training)
     logger.info("%s", acceptance)
@@ -84,6 +94,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
             prompts=len(prompts),
             answers=len(training),
             tokens=sum(map(answer_tokens, shards)),
+            vocabulary=len(ids),
             covered=covered,
         )
 
@@ -91,5 +102,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
 def _run_name(options: DistillOptions, shards: list[Path]) -> str:
     """Of the directory with the training's checkpoints: another for other options or answers."""
     settings = repr((options.method, options.draft_vocabulary, options.training, [shard.name for shard in shards]))
+    if options.start is not None and (start := HeadCheckpoint.recognize(options.start)) is not None:
+        settings += start.fingerprint()
     settings += "".join(shard_key(shard) for shard in shards)
     return f"{options.method}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"

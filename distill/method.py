@@ -15,10 +15,13 @@ from specrun.distill.eagle3 import Eagle3Trainee
 from specrun.distill.medusa import MedusaTrainee
 from specrun.distill.objective import Objective
 from specrun.distill.teacher import Teacher
+from specrun.engines.errors import SpecrunError
 from specrun.engines.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from specrun.export.checkpoint import CONFIG_FILE, Checkpoint
 from specrun.export.contract import decoder_layers
 from specrun.export.eagle import EagleHead, EagleShape
+from specrun.export.eagle_layout import TargetShape
+from specrun.export.heads import Head, HeadCheckpoint
 from specrun.export.medusa import MedusaHeads
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,10 @@ logger = logging.getLogger(__name__)
 MEDUSA_HEADS = 3
 DRAFT_LAYERS_SHARE = 0.1
 FC_NOISE = 0.01
+
+
+class MethodError(SpecrunError):
+    """A method cannot go on from that draft."""
 
 
 class Student(Protocol):
@@ -42,16 +49,20 @@ class Student(Protocol):
 class MedusaStudent:
     """Heads that start as the target's own head: residual blocks that do nothing, over its rows."""
 
-    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor) -> None:
+    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor, start: Head | None) -> None:
         self._name, self._ids = checkpoint.name, ids
         weights = teacher.weights()
-        self._heads = MedusaHeads(MEDUSA_HEADS, 1, teacher.model.signature.hidden_size, len(ids))
-        with torch.no_grad():
-            for name, value in self._heads.state_dict().items():
-                if ".linear." in name:
-                    value.zero_()
-                else:
-                    value.copy_(weights["lm_head"][ids])
+        if start is not None:
+            assert isinstance(start.module, MedusaHeads)
+            self._heads = start.module
+        else:
+            self._heads = MedusaHeads(MEDUSA_HEADS, 1, teacher.model.signature.hidden_size, len(ids))
+            with torch.no_grad():
+                for name, value in self._heads.state_dict().items():
+                    if ".linear." in name:
+                        value.zero_()
+                    else:
+                        value.copy_(weights["lm_head"][ids])
         self._vocabulary = len(weights["lm_head"])
         self.trainee: torch.nn.Module = MedusaTrainee(self._heads, Objective(weights["lm_head"], ids))
 
@@ -70,27 +81,23 @@ class MedusaStudent:
 class Eagle3Student:
     """A head whose layer starts as the target's last one, and whose vocabulary as the target's rows."""
 
-    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor) -> None:
+    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor, start: Head | None) -> None:
         self._ids = ids
-        weights, target = teacher.weights(), teacher.config()
-        hidden = teacher.model.signature.hidden_size
-        taps = teacher.model.signature.taps[:-1]
+        weights = teacher.weights()
+        shape = EagleShape(3, teacher.model.signature.hidden_size, teacher.model.signature.taps[:-1], len(ids))
         self._vocabulary = len(weights["lm_head"])
-        config = LlamaConfig(
-            vocab_size=self._vocabulary,
-            hidden_size=hidden,
-            intermediate_size=target.get("intermediate_size") or 4 * hidden,
-            num_hidden_layers=1,
-            num_attention_heads=target["num_attention_heads"],
-            num_key_value_heads=teacher.model.signature.kv_heads,
-            head_dim=teacher.model.signature.head_dim,
-            rms_norm_eps=target.get("rms_norm_eps") or 1e-5,
-            max_position_embeddings=teacher.model.context.limit,
-            rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(target)},
-        )
-        config._attn_implementation = "sdpa"
-        self._head = EagleHead(config, EagleShape(3, hidden, taps, len(ids)))
-        _start_from_target(self._head, weights, ids)
+        if start is not None:
+            assert isinstance(start.module, EagleHead)
+            if start.module.shape != shape:
+                raise MethodError(f"the draft to start from is made as {start.module.shape}; expected {shape}")
+            self._head = start.module
+        else:
+            self._head = EagleHead(_layer_config(teacher), shape)
+            _start_from_target(self._head, weights, ids)
+        self._head.config._attn_implementation = "sdpa"
+        # As in speculators: the rows of the target's head say what a state must look like to mean a token.
+        self._head.embed_tokens.weight.requires_grad_(False)
+        self._head.lm_head.weight.requires_grad_(False)
         self.trainee: torch.nn.Module = Eagle3Trainee(self._head, Objective(weights["lm_head"], ids))
 
     def write(self, directory: Path) -> None:
@@ -106,7 +113,8 @@ class Eagle3Student:
 class DraftModelStudent:
     """The target with most of its layers taken out, evenly: embedding and head are kept."""
 
-    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor) -> None:
+    def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor, start: Head | None) -> None:
+        assert start is None
         self._teacher = teacher
         target = checkpoint.load(torch.float32)
         layers = decoder_layers(target)
@@ -137,11 +145,48 @@ class DraftModelStudent:
                 (directory / name).write_bytes((self._teacher.directory / name).read_bytes())
 
 
-METHODS: dict[str, Callable[[Teacher, Checkpoint, torch.Tensor], Student]] = {
+METHODS: dict[str, Callable[[Teacher, Checkpoint, torch.Tensor, Head | None], Student]] = {
     "medusa": MedusaStudent,
     "eagle3": Eagle3Student,
     "draft": DraftModelStudent,
 }
+
+
+def load_start(directory: Path, method: str, teacher: Teacher, checkpoint: Checkpoint) -> Head:
+    """The trained draft in `directory`, to be trained further by `method`. Raises MethodError or CheckpointError."""
+    found = HeadCheckpoint.recognize(directory)
+    if found is None or found.kind != method:
+        raise MethodError(
+            f"cannot start from {directory}: it holds {'no head' if found is None else found.kind}, "
+            f"expected a draft of the method {method}; only heads can be trained further"
+        )
+    weights, signature = teacher.weights(), teacher.model.signature
+    return found.load(
+        TargetShape(
+            checkpoint.name,
+            signature.num_layers,
+            signature.hidden_size,
+            weights["embed_tokens"],
+            weights["lm_head"],
+        )
+    )
+
+
+def _layer_config(teacher: Teacher) -> LlamaConfig:
+    """Of a layer like the target's, as far as a Llama layer can be."""
+    target, signature = teacher.config(), teacher.model.signature
+    return LlamaConfig(
+        vocab_size=target["vocab_size"],
+        hidden_size=signature.hidden_size,
+        intermediate_size=target.get("intermediate_size") or 4 * signature.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=target["num_attention_heads"],
+        num_key_value_heads=signature.kv_heads,
+        head_dim=signature.head_dim,
+        rms_norm_eps=target.get("rms_norm_eps") or 1e-5,
+        max_position_embeddings=teacher.model.context.limit,
+        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(target)},
+    )
 
 
 def _start_from_target(head: EagleHead, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> None:
@@ -170,9 +215,6 @@ def _start_from_target(head: EagleHead, weights: dict[str, torch.Tensor], ids: t
         # Features start as the latest tap, so that the layer meets what it is used to.
         head.fc.weight.normal_(0, FC_NOISE)
         head.fc.weight[:, -hidden:] += torch.eye(hidden)
-    # As in speculators: the rows of the target's head say what a state must look like to mean a token.
-    head.embed_tokens.weight.requires_grad_(False)
-    head.lm_head.weight.requires_grad_(False)
 
 
 def _rope_theta(config: dict[str, Any]) -> float:

@@ -168,11 +168,12 @@ class PromptError(SpecrunError):
     """A source of prompts has none."""
 
 
-def make_prompts(sources: Sequence[Path], count: int) -> list[str]:
+def make_prompts(sources: Sequence[Path | Iterator[str]], count: int) -> list[str]:
     """At most `count` different prompts, from each source in turn; one that is given twice counts twice.
 
-    A file is a list of prompts; from the text in a directory prompts are made. The same sources give the same prompts
-    in the same order, and a larger `count` only adds to them. Raises PromptError or RequestError.
+    A file is a list of prompts; from the text in a directory prompts are made; an iterator gives its own. The same
+    sources give the same prompts in the same order, and a larger `count` only adds to them. Raises PromptError or
+    RequestError.
     """
     streams = [stream for seed, source in enumerate(sources) for stream in _streams(source, seed)]
     found: dict[str, None] = {}
@@ -186,8 +187,10 @@ def make_prompts(sources: Sequence[Path], count: int) -> list[str]:
     return list(found)[:count]
 
 
-def _streams(source: Path, seed: int) -> list[Iterator[str]]:
+def _streams(source: Path | Iterator[str], seed: int) -> list[Iterator[str]]:
     """One for each kind of text in `source`."""
+    if not isinstance(source, Path):
+        return [source]
     if source.is_file():
         return [iter(load_prompt_set(str(source)))]
     streams: list[Iterator[str]] = []

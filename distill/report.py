@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from specrun.distill.distill import DistillOptions
     from specrun.distill.method import Student
 
+CARD_FILE = "README.md"
 CARD = """# {method} draft for {model}
 
 Trained by `specrun distill` on the target's own answers; usable with `specrun build {model} --draft` and this folder.
@@ -20,6 +21,7 @@ Trained by `specrun distill` on the target's own answers; usable with `specrun b
 | answers | {answers:,} to train on; {tokens:,} tokens with the rest; 3 of 5 greedy, others at temperature 0.8 |
 | draft vocabulary | {vocabulary:,} tokens, {covered:.1%} of what the target wrote |
 | training | {epochs:g} epochs, batches of {batch} conversations, learning rate {rate:g}; {steps:,} steps |
+| started from | {start} |
 
 Acceptance on {conversations} conversations that were kept from training (greedy guess of the draft against the
 token that the target wrote, sampled ones included; each position given that all before it were right):
@@ -41,6 +43,7 @@ def write_card(
     prompts: int,
     answers: int,
     tokens: int,
+    vocabulary: int,
     covered: float,
 ) -> None:
     """Write README.md into `directory`."""
@@ -51,11 +54,12 @@ def write_card(
         model=options.model,
         parameters=trained,
         prompts=prompts,
-        data=", ".join(options.data),
+        data=", ".join(Path(source).name for source in options.data),
         answers=answers,
         tokens=tokens,
-        vocabulary=options.draft_vocabulary,
+        vocabulary=vocabulary,
         covered=covered,
+        start=options.start.name if options.start else "the target's own layer and head",
         epochs=options.training.epochs,
         batch=options.training.batch,
         rate=options.training.learning_rate,
@@ -66,4 +70,7 @@ def write_card(
         shares=" | ".join(f"{share:.1%}" for share in shares),
         length=acceptance.chain_length,
     )
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    if options.start is not None and (earlier := options.start / CARD_FILE).is_file():
+        _, _, text = earlier.read_text(encoding="utf-8").partition("\n")
+        card += f"\n## {options.start.name}, from which it started\n{text}"
+    (directory / CARD_FILE).write_text(card, encoding="utf-8")

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "teacher.safetensors"
 FINGERPRINT_FILE = "fingerprint"
+USER_TEXT = "(what the user says)"
 
 
 class TeacherError(SpecrunError):
@@ -77,12 +78,26 @@ class Teacher:
 
     def encode(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Token ids of a prompt, as the user's side of a conversation where the target is made for that."""
-        template = self.directory / CHAT_TEMPLATE_FILE
-        if not template.is_file():
+        if not (self.directory / CHAT_TEMPLATE_FILE).is_file():
             return list(tokenizer.encode(prompt).ids)
-        messages = [{"role": "user", "content": prompt}]
-        text = chat.render(template.read_text(encoding="utf-8"), messages, self.model.special_tokens)
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(tokenizer.encode(self._chat(prompt), add_special_tokens=False).ids)
+
+    def user_turn(self, tokenizer: Tokenizer) -> tuple[list[int], int]:
+        """The token ids of a chat up to where the user's text begins, and the token that ends this text.
+
+        Raises TeacherError without a chat template.
+        """
+        if not (self.directory / CHAT_TEMPLATE_FILE).is_file():
+            raise TeacherError("the target has no chat template, so it cannot write prompts; give others with --data")
+        opening, _, rest = self._chat(USER_TEXT).partition(USER_TEXT)
+        ending = tokenizer.encode(rest, add_special_tokens=False).ids
+        if not ending:
+            raise TeacherError("nothing ends the user's text in the target's chat template; give prompts with --data")
+        return list(tokenizer.encode(opening, add_special_tokens=False).ids), int(ending[0])
+
+    def _chat(self, prompt: str) -> str:
+        template = (self.directory / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+        return chat.render(template, [{"role": "user", "content": prompt}], self.model.special_tokens)
 
 
 def _make(checkpoint: Checkpoint, directory: Path) -> None:

@@ -152,9 +152,10 @@ def build(
 @click.option(
     "--data",
     multiple=True,
-    required=True,
-    help="File of prompts, or directory of text that prompts are made from: Python source, documentation, WordNet. "
-    "May be repeated; one that is given twice counts twice.",
+    default=["self"],
+    show_default=True,
+    help="self: the model writes prompts itself; or a file of prompts, or a directory of text that prompts are made "
+    "from: Python source, documentation, WordNet. May be repeated; one that is given twice counts twice.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory for the checkpoint.")
 @click.option(
@@ -164,6 +165,7 @@ def build(
 )
 @click.option("--tokens", type=int, default=1_000_000, show_default=True, help="Tokens that the target shall write.")
 @click.option("--draft-vocabulary", type=int, default=8192, show_default=True, help="Tokens that the draft knows.")
+@click.option("--start", type=click.Path(path_type=Path), help="Go on from this draft, with its vocabulary.")
 @click.option("--epochs", type=float, default=3.0, show_default=True)
 @click.option("--batch", type=int, default=6, show_default=True, help="Conversations per step.")
 @click.option("--learning-rate", type=float, default=8e-4, show_default=True)
@@ -176,6 +178,7 @@ def distill(
     work: Path | None,
     tokens: int,
     draft_vocabulary: int,
+    start: Path | None,
     epochs: float,
     batch: int,
     learning_rate: float,
@@ -191,7 +194,7 @@ def distill(
         from specrun.distill.training import TrainingOptions
     training = TrainingOptions(epochs, batch, learning_rate, seed)
     work = work or out.with_name(f"{out.name}.work")
-    run_distill(DistillOptions(model, method, data, out, work, tokens, draft_vocabulary, training), _downloads())
+    run_distill(DistillOptions(model, method, data, out, work, tokens, draft_vocabulary, start, training), _downloads())
     click.echo(str(out))
 
 

@@ -1,17 +1,22 @@
 """Training drafts end to end on a tiny target: answers, training, published layout, bundle."""
 
 import json
+import shutil
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specrun.distill.collection import CollectionError, collect
-from specrun.distill.corpus import Corpus, collate, frequent_tokens
+from specrun.distill.corpus import Corpus, collate, coverage, frequent_tokens
 from specrun.distill.distill import DistillError, DistillOptions, distill
+from specrun.distill.method import MethodError
 from specrun.distill.objective import Objective, Tally
+from specrun.distill.self_prompts import self_prompts
 from specrun.distill.teacher import Teacher, TeacherError
 from specrun.distill.training import TrainingOptions
 from specrun.export.checkpoint import Checkpoint
@@ -95,11 +100,13 @@ def test_conversations_are_padded_out_of_the_loss(shards: list[Path]) -> None:
 def test_draft_vocabulary_is_what_the_target_writes(shards: list[Path]) -> None:
     corpus = Corpus(shards, validation=False, longest=1_000)
     written = np.concatenate(list(corpus.answers()))
-    ids, covered = frequent_tokens(corpus, 20, [299])
+    ids = frequent_tokens(corpus, 20, [299])
     assert len(ids) == 20
     assert 299 in ids
     assert (np.diff(ids) > 0).all()
-    assert covered == pytest.approx(np.isin(written, ids).mean())
+    assert coverage(corpus, ids) == pytest.approx(np.isin(written, ids).mean())
+    counts = np.bincount(written, minlength=300)
+    assert counts[ids].sum() >= np.sort(counts)[-19:].sum()
 
 
 def test_tally_counts_chains() -> None:
@@ -143,6 +150,27 @@ def test_trained_draft_is_published_built_and_accepted(
     )
 
 
+def test_training_goes_on_from_a_trained_draft(options: DistillOptions, tmp_path: Path, prompt_file: Path) -> None:
+    first = replace(options, out=tmp_path / "first", training=TrainingOptions(epochs=1, batch=4))
+    distill(first, tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(reversed(PROMPTS)))
+    still = TrainingOptions(epochs=1, batch=4, learning_rate=0)
+    second = replace(
+        options, data=(str(other),), start=first.out, out=tmp_path / "second", work=tmp_path / "w", training=still
+    )
+    distill(second, tmp_path)
+    before, after = load_file(first.out / "model.safetensors"), load_file(second.out / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():  # without a learning rate nothing moves; the vocabulary stays in any case
+        torch.testing.assert_close(after[name], value, msg=name)
+    card = (second.out / "README.md").read_text()
+    assert "| started from | first |" in card
+    assert "## first, from which it started" in card
+    with pytest.raises(MethodError, match="it holds eagle3, expected a draft of the method medusa"):
+        distill(replace(second, method="medusa"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -159,3 +187,28 @@ def test_senseless_training_is_refused(change: dict[str, object], reason: str, o
 def test_target_without_three_taps_is_refused(target_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="2 layers, too few"):
         Teacher.prepare(Checkpoint.open(str(target_checkpoint), tmp_path), tmp_path / "teacher")
+
+
+def test_target_writes_prompts_itself(options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the opening of a chat, up to the token that ends the user's turn."""
+    teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
+    monkeypatch.setattr("specrun.distill.self_prompts.PROMPTS_PER_FILE", 24)
+    monkeypatch.setattr("specrun.distill.self_prompts.LONGEST", 600)  # a random model seldom ends a turn
+    prompts = list(islice(self_prompts(teacher, tmp_path / "prompts"), 30))
+    assert len(set(prompts)) > 20
+    tokenizer = teacher.tokenizer()
+    opening, end = teacher.user_turn(tokenizer)
+    for prompt in prompts:
+        ids = teacher.encode(tokenizer, prompt)
+        assert ids[: len(opening)] == opening
+        assert ids.index(end, len(opening)) > len(opening)
+    monkeypatch.setattr("specrun.distill.self_prompts.Answerer", None)  # nothing is left to write
+    assert list(islice(self_prompts(teacher, tmp_path / "prompts"), 30)) == prompts
+
+
+def test_target_without_chat_cannot_write_prompts(options: DistillOptions, tmp_path: Path) -> None:
+    teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
+    bare = shutil.copytree(teacher.directory, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(TeacherError, match="no chat template"):
+        next(self_prompts(Teacher(bare, teacher.model), tmp_path / "prompts"))
