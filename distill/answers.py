@@ -35,7 +35,10 @@ class _Row:
     tokens: list[int]
     prompt_length: int
     chooser: Chooser
-    hidden: list[Array] = field(default_factory=list)
+    hidden: list[Array] = field(default_factory=list)  # of the prompt but its last token, then token by token
+
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.prompt_length]
 
 
 class Answerer:
@@ -65,7 +68,13 @@ class Answerer:
             while waiting and len(rows) < shape[0]:
                 row = waiting.pop()
                 caches = _with_capacity(caches, len(row.tokens))
-                self._prefill(row, [cache[len(rows) : len(rows) + 1] for cache in caches])
+                twin = next((index for index, other in enumerate(rows) if other.prompt() == row.tokens), None)
+                if twin is None:
+                    self._prefill(row, [cache[len(rows) : len(rows) + 1] for cache in caches])
+                else:  # the same prompt was read a moment ago
+                    row.hidden = rows[twin].hidden[:1]
+                    for cache in caches:
+                        cache[len(rows)] = cache[twin]
                 rows.append(row)
             caches = _with_capacity(caches, max(len(row.tokens) for row in rows))
             tokens = np.array([row.tokens[-1:] for row in rows], np.int64)
@@ -85,9 +94,8 @@ class Answerer:
 
     def _prefill(self, row: _Row, caches: list[Array]) -> None:
         tokens = np.array([row.tokens], np.int64)
-        if tokens.shape[1] > 1:
-            _, hidden = self._call(tokens[:, :-1], np.zeros(1, np.int64), caches)
-            row.hidden.append(hidden[0].astype(np.float16))
+        _, hidden = self._call(tokens[:, :-1], np.zeros(1, np.int64), caches)
+        row.hidden.append(hidden[0].astype(np.float16))
 
     def _call(self, tokens: Array, lengths: Array, caches: list[Array]) -> tuple[Array, Array]:
         batch, width = tokens.shape

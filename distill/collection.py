@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from safetensors import safe_open
@@ -27,7 +28,7 @@ class CollectionError(SpecrunError):
     """The prompts give no corpus."""
 
 
-def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Path) -> list[Path]:
+def collect(teacher: Teacher, prompts: Iterable[str], tokens: int, directory: Path) -> list[Path]:
     """Shards that hold at least `tokens` tokens written by the target, or all that `prompts` give.
 
     What is in `directory` already, answers to the same prompts, is kept. Raises CollectionError.
@@ -37,11 +38,10 @@ def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Pa
     answerer: Answerer | None = None
     shards: list[Path] = []
     written = 0
-    for start in range(0, len(prompts), PROMPTS_PER_SHARD):
-        if written >= tokens:
-            break
-        shard = directory / f"shard-{start // PROMPTS_PER_SHARD:04}.safetensors"
-        part = prompts[start : start + PROMPTS_PER_SHARD]
+    prompts, drawn = iter(prompts), 0
+    while written < tokens and (part := list(islice(prompts, PROMPTS_PER_SHARD))):
+        shard = directory / f"shard-{drawn // PROMPTS_PER_SHARD:04}.safetensors"
+        start, drawn = drawn, drawn + len(part)
         key = hashlib.sha256("\n".join([teacher.fingerprint, *part]).encode()).hexdigest()
         if not (shard.is_file() and shard_key(shard) == key):
             ids = [teacher.encode(tokenizer, prompt) for prompt in part]
@@ -66,7 +66,7 @@ def collect(teacher: Teacher, prompts: Sequence[str], tokens: int, directory: Pa
         shards.append(shard)
         written += answer_tokens(shard)
     if not shards:
-        raise CollectionError(f"none of the {len(prompts)} prompts has 2 to {MAX_PROMPT} tokens")
+        raise CollectionError(f"none of the {drawn} prompts has 2 to {MAX_PROMPT} tokens")
     if written < tokens:
         logger.warning(
             "the prompts gave %d tokens, %d were asked for: give more --data for a better draft", written, tokens

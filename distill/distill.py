@@ -22,8 +22,6 @@ from specrun.export.heads import HeadCheckpoint
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_PROMPT = 100  # at least so many are written on average; prompts are drawn accordingly
-
 
 class DistillError(SpecrunError):
     """A training request makes no sense."""
@@ -58,9 +56,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     teacher = Teacher.prepare(checkpoint, options.work / "teacher")
     own = options.work / f"prompts-{teacher.fingerprint[:12]}"
     sources = [self_prompts(teacher, own) if source == SELF else Path(source) for source in options.data]
-    prompts = make_prompts(sources, max(1, options.tokens // TOKENS_PER_PROMPT))
-    logger.info("%d prompts from %s", len(prompts), ", ".join(dict.fromkeys(options.data)))
-    shards = collect(teacher, prompts, options.tokens, options.work / "answers")
+    shards = collect(teacher, make_prompts(sources), options.tokens, options.work / "answers")
 
     longest = MAX_PROMPT + MAX_ANSWER
     training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
@@ -91,7 +87,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
             student,
             steps,
             acceptance,
-            prompts=len(prompts),
+            prompts=len(training) + len(validation),
             answers=len(training),
             tokens=sum(map(answer_tokens, shards)),
             vocabulary=len(ids),

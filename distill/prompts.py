@@ -168,23 +168,22 @@ class PromptError(SpecrunError):
     """A source of prompts has none."""
 
 
-def make_prompts(sources: Sequence[Path | Iterator[str]], count: int) -> list[str]:
-    """At most `count` different prompts, from each source in turn; one that is given twice counts twice.
+def make_prompts(sources: Sequence[Path | Iterator[str]]) -> Iterator[str]:
+    """Different prompts, from each source in turn, until all are used up; one that is given twice counts twice.
 
     A file is a list of prompts; from the text in a directory prompts are made; an iterator gives its own. The same
-    sources give the same prompts in the same order, and a larger `count` only adds to them. Raises PromptError or
-    RequestError.
+    sources give the same prompts in the same order. Raises PromptError or RequestError.
     """
     streams = [stream for seed, source in enumerate(sources) for stream in _streams(source, seed)]
-    found: dict[str, None] = {}
-    while streams and len(found) < count:
+    found: set[str] = set()
+    while streams:
         for stream in list(streams):
             new = next((prompt for prompt in islice(stream, PATIENCE) if prompt not in found), None)
             if new is None:  # at its end, or it only repeats itself
                 streams.remove(stream)
             else:
-                found[new] = None
-    return list(found)[:count]
+                found.add(new)
+                yield new
 
 
 def _streams(source: Path | Iterator[str], seed: int) -> list[Iterator[str]]:

@@ -17,8 +17,8 @@ Trained by `specrun distill` on the target's own answers; usable with `specrun b
 | | |
 |---|---|
 | parameters trained | {parameters:,} |
-| prompts | {prompts:,}, made from {data} |
-| answers | {answers:,} to train on; {tokens:,} tokens with the rest; 3 of 5 greedy, others at temperature 0.8 |
+| prompts | {prompts:,}, from {data} |
+| answers | {tokens:,} tokens, {answers:,} answers to train on; 3 of 5 greedy, others at temperature 0.8 |
 | draft vocabulary | {vocabulary:,} tokens, {covered:.1%} of what the target wrote |
 | training | {epochs:g} epochs, batches of {batch} conversations, learning rate {rate:g}; {steps:,} steps |
 | started from | {start} |

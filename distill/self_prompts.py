@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 SELF = "self"  # the name of this source
 PROMPTS_PER_FILE = 512
 BATCH = 48
-SHORTEST, LONGEST = 4, 96  # tokens, the end of the turn included
+SHORTEST, LONGEST = 4, 48  # tokens, the end of the turn included
 TEMPERATURE, TOP_P = 1.0, 0.9  # varied, but without the tail in which a small model loses its thread
 
 

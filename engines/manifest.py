@@ -26,7 +26,8 @@ ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json"
 
 EARLY_EXIT_FILE, FUSE_FILE, VOCABULARY_FILE = "early_exit.onnx", "fuse.onnx", "vocabulary.npy"
 
-# Proposers, as vLLM names them. The same with TREE_SUFFIX proposes trees.
+# Proposers, as vLLM names them. The same with TREE_SUFFIX proposes trees, with NGRAM_FIRST only where a lookup finds
+# nothing.
 NGRAM, DRAFT_MODEL, MEDUSA, EAGLE, EAGLE3, EARLY_EXIT = (
     "ngram",
     "draft_model",
@@ -36,6 +37,7 @@ NGRAM, DRAFT_MODEL, MEDUSA, EAGLE, EAGLE3, EARLY_EXIT = (
     "early_exit",
 )
 TREE_SUFFIX = "_tree"
+NGRAM_FIRST = "ngram+"
 
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -106,6 +108,11 @@ class Manifest:
     files: dict[str, FileEntry]  # by path relative to the bundle
     versions: dict[str, str]  # of the packages that built it
     inputs: str  # fingerprint of sources and options, so that an unchanged build is not repeated
+
+    def positions(self, proposer: str) -> int:
+        """Default number of positions ahead that `proposer` guesses. N-gram lookup, whose guesses cost nothing, goes as
+        far as a verification is wide."""
+        return max(self.k, self.nodes) if proposer.startswith(NGRAM) else self.k
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Setting:
     """A way to speculate."""
 
     proposer: str
-    k: int
+    k: int | None  # None: the bundle's, for this proposer
     nodes: int
 
 
@@ -76,11 +76,14 @@ def bench_set(
         comparisons.append(compare_all(runner, requests, repeats, progress))
     columns = zip(*comparisons, strict=True)
     return [
-        _row(prompt_set, setting, sampling, list(column)) for setting, column in zip(settings, columns, strict=True)
+        _row(
+            prompt_set, setting, setting.k or runner.bundle.manifest.positions(setting.proposer), sampling, list(column)
+        )
+        for setting, column in zip(settings, columns, strict=True)
     ]
 
 
-def _row(prompt_set: str, setting: Setting, sampling: Sampling, comparisons: list[Comparison]) -> Row:
+def _row(prompt_set: str, setting: Setting, k: int, sampling: Sampling, comparisons: list[Comparison]) -> Row:
     plain_tokens = sum(len(each.plain.ids) for each in comparisons)
     tokens = sum(len(each.speculative.ids) for each in comparisons)
     plain_tok_s = plain_tokens / sum(each.plain_seconds for each in comparisons)
@@ -93,8 +96,8 @@ def _row(prompt_set: str, setting: Setting, sampling: Sampling, comparisons: lis
     return Row(
         prompt_set=prompt_set,
         proposer=setting.proposer,
-        k=setting.k,
-        nodes=setting.nodes if setting.proposer.endswith(TREE_SUFFIX) else setting.k,
+        k=k,
+        nodes=setting.nodes if setting.proposer.endswith(TREE_SUFFIX) else k,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         prompts=len(comparisons),

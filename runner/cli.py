@@ -383,7 +383,7 @@ def _bench_settings(runner: "Runner", options: dict[str, Any]) -> "list[Setting]
     return [
         Setting(proposer, k, count)
         for proposer in options["proposers"] or runner.proposers
-        for k in options["ks"] or (manifest.k,)
+        for k in options["ks"] or (None,)
         for count in (nodes if proposer.endswith(TREE_SUFFIX) else nodes[:1])
     ]
 

@@ -11,6 +11,7 @@ from specrun.engines.manifest import (
     DRAFT,
     ENGINE_FILE,
     NGRAM,
+    NGRAM_FIRST,
     TARGET,
     TOKENIZER_FILE,
     Bundle,
@@ -25,6 +26,7 @@ from specrun.runner.kv_cache import KVCache
 from specrun.runner.loop import Limits, Observer, decode
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
+from specrun.runner.proposers.ngram_first import NGramFirst
 from specrun.runner.sampling import Chooser, RequestError, Sampling
 from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
@@ -129,7 +131,8 @@ class Runner:
     @property
     def proposers(self) -> tuple[str, ...]:
         """Names of the proposers that this bundle can run."""
-        return (NGRAM, *self._drafts.proposers)
+        drafts = self._drafts.proposers
+        return (NGRAM, *drafts, *(NGRAM_FIRST + name for name in drafts))
 
     @property
     def has_chat_template(self) -> bool:
@@ -157,13 +160,14 @@ class Runner:
         self._require_room(request)
         statistics = statistics or Statistics()
         chooser = Chooser(request.sampling.with_seed())
-        proposer = self._proposer(request.proposer or self.bundle.manifest.proposer, request.nodes)
+        name = request.proposer or self.bundle.manifest.proposer
+        proposer = self._proposer(name, request)
         tokens = decode(
             self._target,
             proposer,
             list(request.prompt_ids),
             chooser,
-            self._limits(request),
+            self._limits(request, name),
             statistics,
             observe,
         )
@@ -194,22 +198,26 @@ class Runner:
             statistics=statistics,
         )
 
-    def _limits(self, request: Request) -> Limits:
+    def _limits(self, request: Request, proposer: str) -> Limits:
         manifest = self.bundle.manifest
         return Limits(
             max_tokens=request.max_tokens,
             stop_token_ids=frozenset(manifest.target.stop_token_ids),
-            k=manifest.k if request.k is None else request.k,
+            k=manifest.positions(proposer) if request.k is None else request.k,
             prefill_width=manifest.widths[-1],
         )
 
-    def _proposer(self, name: str, nodes: int | None) -> Proposer | None:
+    def _proposer(self, name: str, request: Request) -> Proposer | None:
+        manifest = self.bundle.manifest
         if name == NO_PROPOSER:
             return None
         if name == NGRAM:
             return NGramLookup()
-        if name in self._drafts.proposers:
-            return self._drafts.proposer(name, self.bundle.manifest.nodes if nodes is None else nodes)
+        if (draft := name.removeprefix(NGRAM_FIRST)) in self._drafts.proposers:
+            proposer = self._drafts.proposer(draft, manifest.nodes if request.nodes is None else request.nodes)
+            if draft == name:
+                return proposer
+            return NGramFirst(proposer, manifest.positions(draft) if request.k is None else request.k)
         raise RequestError(
             f"got proposer {name!r}, this bundle has {', '.join(self.proposers)} and {NO_PROPOSER} (plain decoding)"
         )

@@ -12,6 +12,9 @@ from specrun.runner.sampling import Chooser
 from specrun.runner.types import EMPTY, Proposal
 
 LONGEST, SHORTEST = 5, 2
+# How many positions a suffix of so many tokens is trusted for; the longest one for as many as a round allows. On
+# editing and chat a short suffix is mostly followed by something else soon, a long one by a long copy.
+TRUSTED_POSITIONS = {2: 3, 3: 4, 4: 6}
 
 
 class NGramLookup:
@@ -28,9 +31,11 @@ class NGramLookup:
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
         # The newest suffixes are left for the next call: they would find themselves.
         self._index(tokens, len(tokens) - 1)
-        source = self._find(tokens)
-        if source is None:
+        found = self._find(tokens)
+        if found is None:
             return EMPTY
+        source, size = found
+        limit = min(limit, TRUSTED_POSITIONS.get(size, limit))
         # An occurrence close to the end runs into what is being guessed: copy on from the copy, so that
         # a repeated pattern is continued to the limit.
         distance = len(tokens) - source
@@ -42,11 +47,11 @@ class NGramLookup:
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         """Only the tokens count."""
 
-    def _find(self, tokens: list[int]) -> int | None:
-        """Position after the latest earlier occurrence of the longest suffix that occurred before."""
+    def _find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """Position after the latest earlier occurrence of the longest suffix that occurred before, and its length."""
         for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
             if (end := self._ends.get(tuple(tokens[-size:]))) is not None:
-                return end
+                return end, size
         return None
 
     def _index(self, tokens: list[int], stop: int) -> None:

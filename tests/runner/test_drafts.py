@@ -21,7 +21,10 @@ from tests.runner.test_runner import SAMPLINGS
 
 PROMPT = tuple(tiny.make_tokenizer().encode("the serving of serving of serving").ids)
 KINDS = ["medusa", "eagle", "eagle3", "early_exit", "draft_model"]
-PROPOSERS = [name for kind in KINDS for name in (kind, f"{kind}_tree")]
+PROPOSERS = [
+    *(name for kind in KINDS for name in (kind, f"{kind}_tree")),
+    *("ngram+eagle3_tree", "ngram+draft_model", "ngram+medusa", "ngram+early_exit_tree"),
+]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -45,6 +48,19 @@ def test_a_tree_fits_into_what_is_left_of_the_context(proposer: str, room: int, 
     completion = heads_runner.generate(request)
     assert completion.ids == heads_runner.generate(request.plain()).ids
     assert len(completion.ids) == room or completion.finish_reason == "stop"
+
+
+def test_a_draft_steps_in_where_lookup_finds_nothing(heads_runner: Runner) -> None:
+    """Each round is the lookup's, as wide as a verification, or the draft's, with the k that it was built for."""
+    request = Request(PROMPT * 3, max_tokens=60)
+    manifest = heads_runner.bundle.manifest
+    counts = {}
+    for name in ("ngram", "eagle3", "ngram+eagle3"):
+        statistics = heads_runner.generate(dataclasses.replace(request, proposer=name)).statistics
+        counts[name] = statistics.proposed_at
+    assert max(counts["eagle3"]) == manifest.k - 1
+    assert max(counts["ngram"]) == max(counts["ngram+eagle3"]) == manifest.nodes - 1
+    assert counts["ngram+eagle3"][0] > counts["ngram"][0]
 
 
 def test_all_drafts_take_turns_in_one_bundle(heads_runner: Runner) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specrun.runner.proposers.ngram import LONGEST, SHORTEST, NGramLookup
+from specrun.runner.proposers.ngram import LONGEST, SHORTEST, TRUSTED_POSITIONS, NGramLookup
 from specrun.runner.sampling import Chooser, Sampling
 
 CHOOSER = Chooser(Sampling(seed=0))
@@ -17,7 +17,7 @@ def propose(tokens: list[int], limit: int = 4) -> tuple[int, ...]:
 
 
 def test_copies_what_followed_the_suffix() -> None:
-    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2]) == (3, 4, 5, 6)
+    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == (4, 5, 6, 9)
 
 
 def test_longer_match_wins_over_a_later_one() -> None:
@@ -35,6 +35,13 @@ def test_repetition_is_continued_to_the_limit(period: int) -> None:
     assert propose(tokens, limit=8) == tuple((tokens * 2)[len(tokens) : len(tokens) + 8])
 
 
+@pytest.mark.parametrize("size", range(SHORTEST, LONGEST + 2))
+def test_a_longer_suffix_is_trusted_for_longer(size: int) -> None:
+    suffix, rest = list(range(size)), list(range(100, 130))
+    expected = TRUSTED_POSITIONS.get(size, 20)
+    assert propose([*suffix, *rest, 99, *suffix], limit=20) == tuple(rest[:expected])
+
+
 def test_nothing_without_a_match() -> None:
     assert propose([1, 2, 3, 4, 5]) == ()
     assert propose([1]) == ()
@@ -46,7 +53,7 @@ def slow_lookup(tokens: list[int], limit: int) -> tuple[int, ...]:
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
                 extended = list(tokens)
-                for index in range(limit):
+                for index in range(min(limit, TRUSTED_POSITIONS.get(size, limit))):
                     extended.append(extended[end + index])
                 return tuple(extended[len(tokens) :])
     return ()
