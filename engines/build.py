@@ -34,8 +34,10 @@ from specrun.engines.manifest import (
     MANIFEST,
     MEDUSA,
     NGRAM,
+    NGRAM_FIRST,
     TARGET,
     TOKENIZER_FILE,
+    TREE_SUFFIX,
     VOCABULARY_FILE,
     Bundle,
     BundleError,
@@ -78,9 +80,10 @@ class BuildOptions:
 
     model: str  # built-in name, folder, GGUF file, hub id, or a directory that `specrun export` left
     out: Path
-    drafts: tuple[str, ...] = ()  # models, heads, or an early exit; the first is the default proposer
+    drafts: tuple[str, ...] = ()  # models, heads, or an early exit; the first is in the default proposer
     k: int = 4
     nodes: int = 12  # of a proposed tree
+    p_min: float = 0.08  # on a CPU one more row of a verification costs about a twentieth of a plain step
     precision: str = "fp32"
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
 
@@ -89,6 +92,8 @@ class BuildOptions:
             raise BuildError(f"got k = {self.k}, expected 1 to {MAX_K}")
         if not 1 <= self.nodes <= MAX_NODES:
             raise BuildError(f"got {self.nodes} tree nodes, expected 1 to {MAX_NODES}")
+        if not 0 <= self.p_min < 1:
+            raise BuildError(f"got p-min {self.p_min}, expected a probability below 1 (0: propose everything)")
         if self.precision not in PRECISIONS:
             raise BuildError(f"got precision {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
         if self.capacity is not None and self.capacity <= self.k + 1:
@@ -164,7 +169,7 @@ class Drafts:
     model: Source | None = None
     heads: tuple[HeadCheckpoint, ...] = ()
     early_exit: tuple[int, ...] | int | None = None  # as parse_early_exit returns it
-    proposer: str = NGRAM  # the first one's
+    proposer: str = NGRAM  # with drafts: lookup, then a tree of the first one
 
     @classmethod
     def open(cls, options: BuildOptions, downloads: Path) -> "Drafts":
@@ -187,7 +192,7 @@ class Drafts:
             model=found.get(DRAFT_MODEL),
             heads=tuple(found[kind] for kind in (MEDUSA, EAGLE, EAGLE3) if kind in found),
             early_exit=found.get(EARLY_EXIT),
-            proposer=next(iter(found), NGRAM),
+            proposer=NGRAM_FIRST + next(iter(found)) + TREE_SUFFIX if found else NGRAM,
         )
 
     def fingerprint(self) -> str:
@@ -236,6 +241,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 draft_capacity=min(capacity, drafts.model.context.limit) if drafts.model else 0,
                 k=options.k,
                 nodes=options.nodes,
+                p_min=options.p_min,
                 widths=(1, options.k + 1, options.nodes + 1, PREFILL_WIDTH),
                 proposer=drafts.proposer,
                 target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
@@ -360,7 +366,7 @@ def _fingerprint(options: BuildOptions, target: Source, drafts: Drafts) -> str:
     parts = [
         target.fingerprint,
         drafts.fingerprint(),
-        f"{options.k} {options.nodes} {options.precision} {options.capacity}",
+        f"{options.k} {options.nodes} {options.p_min} {options.precision} {options.capacity}",
         *(FileEntry.of(file).sha256 for file in code),
         *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),
     ]

@@ -19,7 +19,7 @@ from specrun.engines.errors import SpecrunError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
@@ -101,6 +101,7 @@ class Manifest:
     k: int  # default number of drafted tokens per round
     widths: tuple[int, ...]  # tokens per call: plain decoding, verification of a chain, of a tree, prefill chunk
     nodes: int  # default size of a proposed tree
+    p_min: float  # default probability below which a draft's guesses are not proposed
     proposer: str  # default proposer
     target: ModelEntry
     draft: ModelEntry | None

@@ -12,7 +12,7 @@ from specrun.runner.sampling import Sampling
 from specrun.runner.statistics import STAGES, Statistics
 
 HEADER = (
-    *("prompt set", "proposer", "k", "nodes", "temp", "top-p", "prompts", "tokens", "plain tok/s", "tok/s"),
+    *("prompt set", "proposer", "k", "nodes", "p-min", "temp", "top-p", "prompts", "tokens", "plain tok/s", "tok/s"),
     *("speed-up", "accept len", "round cost", "identical"),
 )
 
@@ -25,6 +25,7 @@ class Row:
     proposer: str
     k: int
     nodes: int  # proposed per round, at most
+    p_min: float
     temperature: float
     top_p: float
     prompts: int
@@ -54,6 +55,7 @@ class Setting:
     proposer: str
     k: int | None  # None: the bundle's, for this proposer
     nodes: int
+    p_min: float
 
 
 def bench_set(
@@ -70,7 +72,7 @@ def bench_set(
     comparisons = []
     for prompt in prompts:
         requests = [
-            Request(prompt, max_tokens, sampling, proposer=setting.proposer, k=setting.k, nodes=setting.nodes)
+            Request(prompt, max_tokens, sampling, (), setting.proposer, setting.k, setting.nodes, setting.p_min)
             for setting in settings
         ]
         comparisons.append(compare_all(runner, requests, repeats, progress))
@@ -98,6 +100,7 @@ def _row(prompt_set: str, setting: Setting, k: int, sampling: Sampling, comparis
         proposer=setting.proposer,
         k=k,
         nodes=setting.nodes if setting.proposer.endswith(TREE_SUFFIX) else k,
+        p_min=setting.p_min,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         prompts=len(comparisons),
@@ -139,6 +142,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.proposer,
         str(row.k),
         str(row.nodes),
+        f"{row.p_min:g}",
         f"{row.temperature:g}",
         f"{row.top_p:g}",
         str(row.prompts),

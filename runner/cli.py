@@ -127,14 +127,24 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
     "drafts",
     multiple=True,
     help="Draft model (a MODEL), Medusa or EAGLE head (a folder), early-exit[:LAYERS] or skip:LAYERS. May be repeated; "
-    "the first is the default proposer. Without: n-gram lookup only.",
+    "by default n-gram lookup and a tree of the first propose. Without: n-gram lookup only.",
 )
 @click.option("--k", type=int, default=4, show_default=True, help="Positions drafted per round.")
 @click.option("--nodes", type=int, default=12, show_default=True, help="Nodes of a proposed tree.")
+@click.option(
+    "--p-min", type=float, default=0.08, show_default=True, help="What a draft finds less likely is not proposed."
+)
 @click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
 def build(
-    model: str, out: Path, drafts: tuple[str, ...], k: int, nodes: int, precision: str, capacity: int | None
+    model: str,
+    out: Path,
+    drafts: tuple[str, ...],
+    k: int,
+    nodes: int,
+    p_min: float,
+    precision: str,
+    capacity: int | None,
 ) -> None:
     """Build MODEL into a bundle, unless it is there already, made from the same inputs.
 
@@ -142,7 +152,7 @@ def build(
     """
     with _export_packages():
         from specrun.engines.build import BuildOptions, build_bundle
-    build_bundle(BuildOptions(model, out, drafts, k, nodes, precision, capacity), _downloads())
+    build_bundle(BuildOptions(model, out, drafts, k, nodes, p_min, precision, capacity), _downloads())
     click.echo(str(out))
 
 
@@ -216,7 +226,10 @@ def info(bundle: Path, as_json: bool) -> None:
     for kind, head in manifest.heads.items():
         click.echo(f"{kind:<11}{head.name} ({head.parameters:,} parameters)")
     click.echo(f"{'engine':<11}{manifest.backend}, {manifest.precision}, capacity {manifest.capacity} tokens")
-    click.echo(f"{'proposer':<11}{manifest.proposer}, k = {manifest.k}, trees of {manifest.nodes} nodes")
+    click.echo(
+        f"{'proposer':<11}{manifest.proposer}, k = {manifest.k}, trees of {manifest.nodes} nodes, "
+        f"p-min {manifest.p_min:g}"
+    )
     size = sum(file.bytes for file in manifest.files.values())
     click.echo(f"{'files':<11}{len(manifest.files)}, {size / 2**20:.0f} MiB, hashes correct")
     click.echo(f"{'built with':<11}{', '.join(f'{name} {value}' for name, value in manifest.versions.items())}")
@@ -233,6 +246,7 @@ def info(bundle: Path, as_json: bool) -> None:
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--k", type=int, help="Positions drafted per round; default: as built.")
 @click.option("--nodes", type=int, help="Nodes of a proposed tree; default: as built.")
+@click.option("--p-min", type=float, help="What a draft finds less likely is not proposed; default: as built.")
 @click.option("--proposer", help="One that the bundle has, or none (plain decoding); default: as built.")
 @click.option("--compare", "comparing", is_flag=True, help="Run plain and speculative, compare output and speed.")
 @json_option
@@ -241,7 +255,7 @@ def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bo
     from specrun.runner.runner import Request, Runner
 
     sampling = _sampling(options)
-    settings = {name: options[name] for name in ("max_tokens", "stop", "proposer", "k", "nodes")}
+    settings = {name: options[name] for name in ("max_tokens", "stop", "proposer", "k", "nodes", "p_min")}
     request = Request((0,), sampling=sampling, **settings)  # before loading
     runner = Runner.open(bundle)
     request = replace(request, prompt_ids=runner.encode_chat(prompt) if chat else runner.encode(prompt))
@@ -320,6 +334,7 @@ def _describe(divergence: Any) -> str:
 @click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
 @click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
 @click.option("--nodes", "nodes", type=int, multiple=True, help="Of trees; may be repeated; default: as built.")
+@click.option("--p-min", type=float, help="What a draft finds less likely is not proposed; default: as built.")
 @click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
 @filter_options
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -380,8 +395,9 @@ def _bench_settings(runner: "Runner", options: dict[str, Any]) -> "list[Setting]
 
     manifest = runner.bundle.manifest
     nodes = options["nodes"] or (manifest.nodes,)
+    p_min = manifest.p_min if options["p_min"] is None else options["p_min"]
     return [
-        Setting(proposer, k, count)
+        Setting(proposer, k, count, p_min)
         for proposer in options["proposers"] or runner.proposers
         for k in options["ks"] or (None,)
         for count in (nodes if proposer.endswith(TREE_SUFFIX) else nodes[:1])

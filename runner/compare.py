@@ -71,7 +71,7 @@ def compare_all(
     runner: Runner, requests: Sequence[Request], repeats: int, progress: Callable[[], None] = lambda: None
 ) -> list[Comparison]:
     """The same for several ways to speculate on one prompt, all against the same plain runs: plain and each of
-    `requests` in turn. They differ in proposer, k and nodes only. `progress` is called after each run.
+    `requests` in turn. They differ in the way to speculate only. `progress` is called after each run.
     """
     sampling = requests[0].sampling.with_seed()
     requests = [replace(request, sampling=sampling) for request in requests]

@@ -1,5 +1,6 @@
 """The drafts of a bundle: their engines, loaded when first asked for, and the proposers made of them."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -48,10 +49,10 @@ class DraftSessions:
         """Names: each draft as a chain and as a tree."""
         return tuple(name for kind in self._kinds for name in (kind, kind + TREE_SUFFIX))
 
-    def proposer(self, name: str, nodes: int) -> Proposer:
-        """One of `proposers`; `nodes`: of a tree."""
+    def proposer(self, name: str, nodes: int, p_min: float) -> Proposer:
+        """One of `proposers`; `nodes`: of a tree; `p_min`: as in `TreeShape`."""
         kind = name.removesuffix(TREE_SUFFIX)
-        shape = CHAIN if name == kind else TreeShape(min(TREE_BREADTH, nodes), nodes)
+        shape = replace(CHAIN if name == kind else TreeShape(min(TREE_BREADTH, nodes), nodes), p_min=p_min)
         prefill_width = self._manifest.widths[-1]
         if kind == DRAFT_MODEL:
             return DraftModel(self._session(kind), prefill_width, shape)

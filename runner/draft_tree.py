@@ -6,6 +6,7 @@ product of the draft's shares along the path, under the noise of each position, 
 and trees at every temperature.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,12 @@ class TreeShape:
 
     breadth: int  # nodes that are expanded on each level, and children that each gets
     nodes: int | None  # in all; None: no limit besides the depth's
+    p_min: float = 0.0  # a path that the draft finds less likely costs more to verify than it is worth
+
+    @property
+    def least_score(self) -> float:
+        """The logarithm of `p_min`."""
+        return math.log(self.p_min) if self.p_min else -math.inf
 
 
 CHAIN = TreeShape(breadth=1, nodes=None)
@@ -50,21 +57,23 @@ def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: in
                 parents.append(node)
                 scores.append(above + float(share))
         level = sorted(new, key=lambda node: -scores[node])[: shape.breadth]
-        if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape.nodes):
+        if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape):
             break
         first = len(fed) - 1
         rows = feed([tokens[node] for node in level], [fed[parents[node]] for node in level])
         fed |= {node: first + index for index, node in enumerate(level)}
-    return _best_nodes(tokens, parents, scores, shape.nodes)
+    return _best_nodes(tokens, parents, scores, shape)
 
 
-def _hopeless(score: float, scores: list[float], nodes: int | None) -> bool:
-    """No descendant of a node with `score` can be among the best."""
-    return nodes is not None and len(scores) > nodes and sorted(scores, reverse=True)[nodes - 1] > score
+def _hopeless(score: float, scores: list[float], shape: TreeShape) -> bool:
+    """No descendant of a node with `score` will be proposed."""
+    full = shape.nodes is not None and len(scores) > shape.nodes
+    return score < shape.least_score or (full and sorted(scores, reverse=True)[(shape.nodes or 0) - 1] > score)
 
 
-def _best_nodes(tokens: list[int], parents: list[int], scores: list[float], nodes: int | None) -> Proposal:
+def _best_nodes(tokens: list[int], parents: list[int], scores: list[float], shape: TreeShape) -> Proposal:
     """A parent is at least as likely as its children and comes before them, so it is never left out."""
-    order = sorted(sorted(range(len(tokens)), key=lambda node: -scores[node])[:nodes])
+    likely = [node for node, score in enumerate(scores) if score >= shape.least_score]
+    order = sorted(sorted(likely, key=lambda node: -scores[node])[: shape.nodes])
     number = {ROOT: ROOT, **{node: index for index, node in enumerate(order)}}
     return Proposal(tuple(tokens[node] for node in order), tuple(number[parents[node]] for node in order))

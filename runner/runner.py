@@ -47,6 +47,7 @@ class Request:
     proposer: str | None = None  # "none" for plain decoding
     k: int | None = None  # positions ahead
     nodes: int | None = None  # of a proposed tree
+    p_min: float | None = None  # what a draft finds less likely is not proposed
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -55,6 +56,8 @@ class Request:
             raise RequestError(f"got k = {self.k}, expected 1 or more (for plain decoding: --proposer {NO_PROPOSER})")
         if self.nodes is not None and self.nodes < 1:
             raise RequestError(f"got {self.nodes} tree nodes, expected 1 or more")
+        if self.p_min is not None and not 0 <= self.p_min < 1:
+            raise RequestError(f"got p-min {self.p_min}, expected a probability below 1 (0: propose everything)")
         if "" in self.stop:
             raise RequestError("got an empty stop string, expected at least one character")
         if not self.prompt_ids:
@@ -214,7 +217,9 @@ class Runner:
         if name == NGRAM:
             return NGramLookup()
         if (draft := name.removeprefix(NGRAM_FIRST)) in self._drafts.proposers:
-            proposer = self._drafts.proposer(draft, manifest.nodes if request.nodes is None else request.nodes)
+            nodes = manifest.nodes if request.nodes is None else request.nodes
+            p_min = manifest.p_min if request.p_min is None else request.p_min
+            proposer = self._drafts.proposer(draft, nodes, p_min)
             if draft == name:
                 return proposer
             return NGramFirst(proposer, manifest.positions(draft) if request.k is None else request.k)

@@ -115,8 +115,8 @@ def save_checkpoint(directory: Path, model: Any, tokenizer: Tokenizer | None = N
 
 
 def make_bundle(directory: Path, target: Path, *drafts: Path | str, **options: Any) -> Bundle:
-    """Build a bundle from checkpoint folders."""
+    """Build a bundle from checkpoint folders. All guesses are proposed: those of random drafts are never sure."""
     out = directory / "bundle"
-    settings = BuildOptions(str(target), out, tuple(map(str, drafts)), **{"capacity": 256, **options})
+    settings = BuildOptions(str(target), out, tuple(map(str, drafts)), **{"capacity": 256, "p_min": 0.0, **options})
     build_bundle(settings, directory / "downloads")
     return Bundle.open(out)

@@ -39,10 +39,10 @@ class Medusa:
             chooser.best(row, len(tokens) + ahead, self._shape.breadth, self._vocabulary)
             for ahead, row in enumerate(self._heads(self._hidden)[:limit])
         ]
-        return _combine(candidates, self._shape.nodes)
+        return _combine(candidates, self._shape)
 
 
-def _combine(candidates: list[tuple[Array, Array]], nodes: int | None) -> Proposal:
+def _combine(candidates: list[tuple[Array, Array]], shape: TreeShape) -> Proposal:
     """The most likely paths; `candidates`: tokens and logs of their shares at each depth, best first."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -54,9 +54,11 @@ def _combine(candidates: list[tuple[Array, Array]], nodes: int | None) -> Propos
             heapq.heappush(queue, (-(score + float(candidates[depth][1][rank])), depth, rank, parent))
 
     push(0.0, 0, 0, ROOT)
-    while queue and (nodes is None or len(tokens) < nodes):
+    while queue and (shape.nodes is None or len(tokens) < shape.nodes):
         negative, depth, rank, parent = heapq.heappop(queue)
         score = -negative
+        if score < shape.least_score:
+            break
         push(score - float(candidates[depth][1][rank]), depth, rank + 1, parent)
         push(score, depth + 1, 0, len(tokens))
         tokens.append(int(candidates[depth][0][rank]))

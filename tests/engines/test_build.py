@@ -28,7 +28,7 @@ def test_bundle_holds_what_it_says(bundle: Bundle) -> None:
     assert manifest.widths == (1, 5, 13, 128)
     assert manifest.capacity == 256
     assert manifest.draft_capacity == 96  # what the draft was trained for
-    assert manifest.proposer == "draft_model"
+    assert manifest.proposer == "ngram+draft_model_tree"
     assert manifest.target.vocabulary_size == tiny.VOCABULARY_SIZE
     on_disk = {file.relative_to(bundle.path).as_posix() for file in bundle.path.rglob("*") if file.is_file()}
     assert on_disk == {*manifest.files, MANIFEST}
@@ -65,6 +65,7 @@ def test_graph_is_optimized_at_build(bundle: Bundle) -> None:
         ({"k": 0}, "k = 0"),
         ({"k": 65}, "k = 65"),
         ({"nodes": 257}, "257 tree nodes"),
+        ({"p_min": 1.0}, "p-min 1.0, expected a probability below 1"),
         ({"precision": "int3"}, "int3"),
         ({"capacity": 5}, "capacity 5"),
     ],

@@ -299,6 +299,7 @@ BAD_INPUTS: dict[str, tuple[Case, str]] = {
         lambda b, t, p: ["generate", b.path, "--prompt", "x", "--proposer", "oracle"],
         "oracle",
     ),
+    "p-min = 2": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--p-min", 2], "p-min 2.0"),
     "nodes = 0": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--nodes", 0], "0 tree nodes"),
     "training method": (
         lambda b, t, p: ["distill", t, "--method", "oracle", "--data", p, "--out", p / "out"],

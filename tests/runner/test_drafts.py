@@ -93,8 +93,8 @@ def first_proposal(bundle: Bundle, kind: str, tokens: list[int], runner: Runner)
     found: list[tuple[int, ...]] = []
     make = DraftSessions.proposer
 
-    def spying(self: DraftSessions, name: str, nodes: int) -> Any:
-        proposer = make(self, name, nodes)
+    def spying(self: DraftSessions, name: str, nodes: int, p_min: float) -> Any:
+        proposer = make(self, name, nodes, p_min)
         propose = proposer.propose
 
         def recording(known: list[int], limit: int, chooser: Chooser) -> Any:
@@ -171,6 +171,6 @@ def test_layers_of_a_bundle_agree_on_what_is_tapped(heads_bundle: Bundle) -> Non
     assert manifest.heads["medusa"].taps == manifest.heads["eagle"].taps == (8,)
     assert manifest.heads["early_exit"].signature is not None
     assert manifest.heads["early_exit"].signature.skipped == (6, 7)
-    assert manifest.proposer == "medusa"
+    assert manifest.proposer == "ngram+medusa_tree"
     ids = np.load(heads_bundle.model_file("eagle3", "vocabulary.npy"))
     assert ids.tolist() == tiny_heads.DRAFT_IDS.tolist()
