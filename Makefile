@@ -2,7 +2,7 @@
 # make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=12] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
-# make lossless  every proposer equal to plain decoding on the default model (about an hour)
+# make lossless  every proposer equal to plain decoding on the default model (about half an hour)
 # make clean     remove everything that was made
 
 PYTHON ?= python3

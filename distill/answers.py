@@ -37,9 +37,6 @@ class _Row:
     chooser: Chooser
     hidden: list[Array] = field(default_factory=list)  # of the prompt but its last token, then token by token
 
-    def prompt(self) -> list[int]:
-        return self.tokens[: self.prompt_length]
-
 
 class Answerer:
     """Decodes `batch` conversations at a time, each until a token of `stop`."""
@@ -54,28 +51,29 @@ class Answerer:
     def answer(self, prompts: Sequence[Sequence[int]], choosers: Sequence[Chooser]) -> list[Answer]:
         """The answer to each prompt."""
         rows = [_Row(list(prompt), len(prompt), chooser) for prompt, chooser in zip(prompts, choosers, strict=True)]
-        # Short prompts first: attention costs by the capacity of the cache, which grows with the longest row.
-        self._decode(sorted(rows, key=lambda row: row.prompt_length, reverse=True))
+        # Prompts of like length together, and no new one before all have ended: attention costs by the capacity of the
+        # cache, which is that of the longest row.
+        ordered = sorted(rows, key=lambda row: row.prompt_length)
+        for start in range(0, len(rows), self._batch):
+            self._decode(ordered[start : start + self._batch])
         return [Answer(tuple(row.tokens), row.prompt_length, np.concatenate(row.hidden)) for row in rows]
 
-    def _decode(self, waiting: list[_Row]) -> None:
-        """Finish all rows, the last first: side by side, and where one ends the next takes its place."""
+    def _decode(self, rows: list[_Row]) -> None:
+        """Finish all `rows`, side by side."""
         signature = self._model.signature
-        shape = (min(self._batch, len(waiting)), signature.kv_heads, 0, signature.head_dim)
+        shape = (len(rows), signature.kv_heads, 0, signature.head_dim)
         caches = [np.zeros(shape, self._model.cache_dtype) for _ in signature.cache_parts()]
-        rows: list[_Row] = []
-        while rows or waiting:
-            while waiting and len(rows) < shape[0]:
-                row = waiting.pop()
-                caches = _with_capacity(caches, len(row.tokens))
-                twin = next((index for index, other in enumerate(rows) if other.prompt() == row.tokens), None)
-                if twin is None:
-                    self._prefill(row, [cache[len(rows) : len(rows) + 1] for cache in caches])
-                else:  # the same prompt was read a moment ago
-                    row.hidden = rows[twin].hidden[:1]
-                    for cache in caches:
-                        cache[len(rows)] = cache[twin]
-                rows.append(row)
+        caches = _with_capacity(caches, max(len(row.tokens) for row in rows))
+        for index, row in enumerate(rows):
+            twin = next((earlier for earlier in range(index) if rows[earlier].tokens == row.tokens), None)
+            if twin is None:
+                self._prefill(row, [cache[index : index + 1] for cache in caches])
+            else:  # the same prompt was read a moment ago
+                row.hidden = rows[twin].hidden[:]
+                for cache in caches:
+                    cache[index] = cache[twin]
+        rows = list(rows)
+        while rows:
             caches = _with_capacity(caches, max(len(row.tokens) for row in rows))
             tokens = np.array([row.tokens[-1:] for row in rows], np.int64)
             lengths = np.array([len(row.tokens) - 1 for row in rows], np.int64)

@@ -38,7 +38,7 @@ class DistillOptions:
     work: Path  # what a run leaves for the next one: engine, answers, checkpoints of the training
     tokens: int = 1_000_000
     draft_vocabulary: int = 8192
-    start: Path | None = None  # a trained draft to go on from, with its vocabulary
+    start: Path | None = None  # a trained draft to go on from
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
@@ -62,11 +62,8 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
     size = min(options.draft_vocabulary, teacher.model.vocabulary_size)
     start = load_start(options.start, options.method, teacher, checkpoint) if options.start else None
-    if start is not None:
-        ids = torch.arange(teacher.model.signature.vocab_size) if start.vocabulary is None else start.vocabulary
-    else:
-        ids = torch.from_numpy(frequent_tokens(training, size, teacher.model.stop_token_ids))
-    covered = coverage(training, ids.numpy())
+    ids = frequent_tokens(training, size, teacher.model.stop_token_ids)
+    covered = coverage(training, ids)
     logger.info(
         "%d conversations to train on, %d to validate; the draft's %d tokens cover %.1f %% of what is written",
         len(training),
@@ -75,7 +72,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
         100 * covered,
     )
     torch.manual_seed(options.training.seed)
-    student: Student = METHODS[options.method](teacher, checkpoint, ids, start)
+    student: Student = METHODS[options.method](teacher, checkpoint, torch.from_numpy(ids), start)
     run = options.work / _run_name(options, shards)
     steps, acceptance = train(student.trainee, training, validation, run, options.training)
     logger.info("%s", acceptance)

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,17 +53,18 @@ class MedusaStudent:
     def __init__(self, teacher: Teacher, checkpoint: Checkpoint, ids: torch.Tensor, start: Head | None) -> None:
         self._name, self._ids = checkpoint.name, ids
         weights = teacher.weights()
-        if start is not None:
-            assert isinstance(start.module, MedusaHeads)
-            self._heads = start.module
-        else:
-            self._heads = MedusaHeads(MEDUSA_HEADS, 1, teacher.model.signature.hidden_size, len(ids))
-            with torch.no_grad():
-                for name, value in self._heads.state_dict().items():
-                    if ".linear." in name:
-                        value.zero_()
-                    else:
-                        value.copy_(weights["lm_head"][ids])
+        old = {} if start is None else start.module.state_dict()
+        if start is not None and ("0.1.weight" not in old or f"{MEDUSA_HEADS - 1}.1.weight" not in old):
+            raise MethodError(f"the draft to start from has other heads than {MEDUSA_HEADS} of one layer")
+        self._heads = MedusaHeads(MEDUSA_HEADS, 1, teacher.model.signature.hidden_size, len(ids))
+        with torch.no_grad():
+            for name, value in self._heads.state_dict().items():
+                if ".linear." not in name:
+                    value.copy_(_rows(weights["lm_head"], ids, old.get(name), start))
+                elif start is not None:
+                    value.copy_(old[name])
+                else:
+                    value.zero_()
         self._vocabulary = len(weights["lm_head"])
         self.trainee: torch.nn.Module = MedusaTrainee(self._heads, Objective(weights["lm_head"], ids))
 
@@ -88,9 +90,12 @@ class Eagle3Student:
         self._vocabulary = len(weights["lm_head"])
         if start is not None:
             assert isinstance(start.module, EagleHead)
-            if start.module.shape != shape:
+            if replace(start.module.shape, draft_vocab_size=len(ids)) != shape:
                 raise MethodError(f"the draft to start from is made as {start.module.shape}; expected {shape}")
-            self._head = start.module
+            old = start.module.state_dict()
+            old["lm_head.weight"] = _rows(weights["lm_head"], ids, old["lm_head.weight"], start)
+            self._head = EagleHead(start.module.config, shape)
+            self._head.load_state_dict(old)
         else:
             self._head = EagleHead(_layer_config(teacher), shape)
             _start_from_target(self._head, weights, ids)
@@ -170,6 +175,19 @@ def load_start(directory: Path, method: str, teacher: Teacher, checkpoint: Check
             weights["lm_head"],
         )
     )
+
+
+def _rows(target: torch.Tensor, ids: torch.Tensor, old: torch.Tensor | None, start: Head | None) -> torch.Tensor:
+    """The rows of a draft's head for `ids`: `old` ones where the draft to start from knew the token, the target's
+    elsewhere."""
+    rows = target[ids].clone()
+    if old is not None and start is not None:
+        old_ids = torch.arange(len(old)) if start.vocabulary is None else start.vocabulary
+        place = torch.full((len(target),), -1)
+        place[old_ids] = torch.arange(len(old_ids))
+        known = place[ids] >= 0
+        rows[known] = old[place[ids][known]]
+    return rows
 
 
 def _layer_config(teacher: Teacher) -> LlamaConfig:

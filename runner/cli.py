@@ -175,7 +175,7 @@ def build(
 )
 @click.option("--tokens", type=int, default=1_000_000, show_default=True, help="Tokens that the target shall write.")
 @click.option("--draft-vocabulary", type=int, default=8192, show_default=True, help="Tokens that the draft knows.")
-@click.option("--start", type=click.Path(path_type=Path), help="Go on from this draft, with its vocabulary.")
+@click.option("--start", type=click.Path(path_type=Path), help="Go on from this draft.")
 @click.option("--epochs", type=float, default=3.0, show_default=True)
 @click.option("--batch", type=int, default=6, show_default=True, help="Conversations per step.")
 @click.option("--learning-rate", type=float, default=8e-4, show_default=True)

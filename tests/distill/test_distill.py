@@ -150,6 +150,12 @@ def test_trained_draft_is_published_built_and_accepted(
     )
 
 
+def ids(weights: dict[str, torch.Tensor]) -> list[int]:
+    """The target's id of each row of a draft's head."""
+    offsets = weights["d2t"]
+    return [int(token) for token in torch.arange(len(offsets)) + offsets]
+
+
 def test_training_goes_on_from_a_trained_draft(options: DistillOptions, tmp_path: Path, prompt_file: Path) -> None:
     first = replace(options, out=tmp_path / "first", training=TrainingOptions(epochs=1, batch=4))
     distill(first, tmp_path)
@@ -157,13 +163,23 @@ def test_training_goes_on_from_a_trained_draft(options: DistillOptions, tmp_path
     other.write_text("\n".join(reversed(PROMPTS)))
     still = TrainingOptions(epochs=1, batch=4, learning_rate=0)
     second = replace(
-        options, data=(str(other),), start=first.out, out=tmp_path / "second", work=tmp_path / "w", training=still
+        options,
+        draft_vocabulary=200,
+        data=(str(other),),
+        start=first.out,
+        out=tmp_path / "second",
+        work=tmp_path / "w",
+        training=still,
     )
     distill(second, tmp_path)
     before, after = load_file(first.out / "model.safetensors"), load_file(second.out / "model.safetensors")
     assert before.keys() == after.keys()
-    for name, value in before.items():  # without a learning rate nothing moves; the vocabulary stays in any case
-        torch.testing.assert_close(after[name], value, msg=name)
+    # The vocabulary is chosen anew. Without a learning rate nothing else moves.
+    rows = [dict(zip(ids(weights), weights["lm_head.weight"], strict=True)) for weights in (before, after)]
+    assert len(rows[1]) == 200
+    assert all(torch.equal(row, rows[0][token]) for token, row in rows[1].items() if token in rows[0])
+    for name in before.keys() - {"lm_head.weight", "d2t", "t2d"}:
+        torch.testing.assert_close(after[name], before[name], msg=name)
     card = (second.out / "README.md").read_text()
     assert "| started from | first |" in card
     assert "## first, from which it started" in card
