@@ -30,8 +30,6 @@ from specrun.runner.session_ort import OrtSession, StatelessEngine
 
 Array = np.ndarray[Any, Any]
 
-TREE_BREADTH = 4
-
 
 class DraftSessions:
     """Makes proposers; those of the same draft share its engine and its cache."""
@@ -52,7 +50,7 @@ class DraftSessions:
     def proposer(self, name: str, nodes: int, p_min: float) -> Proposer:
         """One of `proposers`; `nodes`: of a tree; `p_min`: as in `TreeShape`."""
         kind = name.removesuffix(TREE_SUFFIX)
-        shape = replace(CHAIN if name == kind else TreeShape(min(TREE_BREADTH, nodes), nodes), p_min=p_min)
+        shape = replace(CHAIN if name == kind else TreeShape.of(nodes), p_min=p_min)
         prefill_width = self._manifest.widths[-1]
         if kind == DRAFT_MODEL:
             return DraftModel(self._session(kind), prefill_width, shape)
