@@ -1,5 +1,5 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=12] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
 # make lossless  every proposer equal to plain decoding on the default model (about half an hour)
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2-135m
 DRAFTS ?=
 K ?= 4
-NODES ?= 12
+NODES ?= 16
 PRECISION ?= fp32
 CAPACITY ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
@@ -22,7 +22,7 @@ DEMO_BUNDLE := build/bundles/smollm2-135m
 .PHONY: demo engines test check lossless clean
 
 demo: $(VENV)/.export
-	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE) --draft drafts/smollm2-135m-eagle3
 	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
 
 engines: $(VENV)/.export

@@ -1,5 +1,6 @@
 """The card of a trained draft: what it was trained on, for how long, and how well it guesses."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ Trained by `specrun distill` on the target's own answers; usable with `specrun b
 | | |
 |---|---|
 | parameters trained | {parameters:,} |
-| prompts | {prompts:,}, from {data} |
+| prompts | {prompts:,}, in turn from {data}; self: written by the target |
 | answers | {tokens:,} tokens, {answers:,} answers to train on; 3 of 5 greedy, others at temperature 0.8 |
 | draft vocabulary | {vocabulary:,} tokens, {covered:.1%} of what the target wrote |
 | training | {epochs:g} epochs, batches of {batch} conversations, learning rate {rate:g}; {steps:,} steps |
@@ -54,7 +55,7 @@ def write_card(
         model=options.model,
         parameters=trained,
         prompts=prompts,
-        data=", ".join(Path(source).name for source in options.data),
+        data=", ".join(f"{Path(source).name} ({times}x)" for source, times in Counter(options.data).items()),
         answers=answers,
         tokens=tokens,
         vocabulary=vocabulary,

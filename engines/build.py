@@ -82,8 +82,8 @@ class BuildOptions:
     out: Path
     drafts: tuple[str, ...] = ()  # models, heads, or an early exit; the first is in the default proposer
     k: int = 4
-    nodes: int = 12  # of a proposed tree
-    p_min: float = 0.08  # on a CPU one more row of a verification costs about a twentieth of a plain step
+    nodes: int = 16  # of a proposed tree
+    p_min: float = 0.1  # on a CPU one more row of a verification costs about a twentieth of a plain step
     precision: str = "fp32"
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
 

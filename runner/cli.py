@@ -130,9 +130,9 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
     "by default n-gram lookup and a tree of the first propose. Without: n-gram lookup only.",
 )
 @click.option("--k", type=int, default=4, show_default=True, help="Positions drafted per round.")
-@click.option("--nodes", type=int, default=12, show_default=True, help="Nodes of a proposed tree.")
+@click.option("--nodes", type=int, default=16, show_default=True, help="Nodes of a proposed tree.")
 @click.option(
-    "--p-min", type=float, default=0.08, show_default=True, help="What a draft finds less likely is not proposed."
+    "--p-min", type=float, default=0.1, show_default=True, help="What a draft finds less likely is not proposed."
 )
 @click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")

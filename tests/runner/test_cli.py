@@ -137,7 +137,7 @@ def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_
         assert row["identical"] is True
         assert row["speedup"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
         assert row["tokens"] == 20
-        assert row["nodes"] == (12 if row["proposer"].endswith("_tree") else row["k"])
+        assert row["nodes"] == (16 if row["proposer"].endswith("_tree") else row["k"])
         assert len(row["acceptance_per_position"]) <= row["k"]
     report = tmp_path / "report.html"
     code, out, _ = specrun(
@@ -148,7 +148,7 @@ def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_
     assert len(out.splitlines()) == 4
     page = report.read_text()
     assert page.count("<svg") == 3  # speed-up, acceptance per position, time per stage
-    assert "draft_model_tree, 12 nodes" in page
+    assert "draft_model_tree, 16 nodes" in page
     assert not any(source in page for source in ("<script", "<link", 'src="', "@import"))  # nothing from elsewhere
     assert sorted(file.name for file in tmp_path.iterdir()) == ["prompts.json", "report.html"]
 
