@@ -136,7 +136,10 @@ def test_trained_draft_is_published_built_and_accepted(
     runner = Runner(bundle)
     accepted = proposed = 0
     for prompt in PROMPTS[::8]:
-        result = compare(runner, Request(runner.encode_chat(prompt), max_tokens=40, k=2), repeats=1)
+        request = Request(
+            runner.encode_chat(prompt), max_tokens=40, proposer=runner.proposers[1], k=2
+        )  # the draft alone
+        result = compare(runner, request, repeats=1)
         assert result.identical
         accepted += result.speculative.statistics.accepted_at[0]
         proposed += result.speculative.statistics.proposed_at[0]

@@ -25,7 +25,7 @@ def snapshot(path: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_bundle_holds_what_it_says(bundle: Bundle) -> None:
     manifest = bundle.manifest
-    assert manifest.widths == (1, 5, 13, 128)
+    assert manifest.widths == (1, 5, 17, 128)
     assert manifest.capacity == 256
     assert manifest.draft_capacity == 96  # what the draft was trained for
     assert manifest.proposer == "ngram+draft_model_tree"

@@ -130,7 +130,7 @@ def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_
     code, out, _ = specrun(*arguments, "--max-tokens", 10, "--repeats", 1, "--json")
     rows = json.loads(out)
     assert code == 0
-    assert len(rows) == 3 * 2 * 2  # n-gram, draft as chain and tree; k; temperatures
+    assert len(rows) == 5 * 2 * 2  # n-gram, draft as chain and tree, these after n-gram; k; temperatures
     promised = "prompt_set proposer k temperature plain_tok_s tok_s speedup acceptance_length round_cost identical"
     for row in rows:
         assert set(promised.split()) <= set(row)

@@ -82,7 +82,7 @@ def test_full_exit_is_always_accepted(tmp_path: Path, deep_checkpoint: Path) -> 
     assert not (bundle.path / "target" / "early_exit.onnx.data").exists()  # all its weights are the target's
     runner = Runner(bundle)
     for sampling in SAMPLINGS[:3]:
-        result = compare(runner, Request(PROMPT, max_tokens=40, sampling=sampling, k=4), repeats=1)
+        result = compare(runner, Request(PROMPT, 40, sampling, proposer="early_exit", k=4), repeats=1)
         assert result.identical
         statistics = result.speculative.statistics
         assert statistics.accepted_at == statistics.proposed_at

@@ -12,8 +12,8 @@ from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
 
 BUNDLE = Path("build/bundles/smollm2-135m-all")
-KS = (1, 3, 5, 8)
-NODES = 12
+KS = (1, 4, 8)
+NODES = 16
 PROMPTS_PER_SET, TOKENS = 1, 64
 SAMPLINGS = [Sampling(seed=0), Sampling(temperature=0.7, seed=1), Sampling(temperature=1.0, top_p=0.9, seed=2)]
 
