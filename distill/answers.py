@@ -92,8 +92,9 @@ class Answerer:
 
     def _prefill(self, row: _Row, caches: list[Array]) -> None:
         tokens = np.array([row.tokens], np.int64)
-        _, hidden = self._call(tokens[:, :-1], np.zeros(1, np.int64), caches)
-        row.hidden.append(hidden[0].astype(np.float16))
+        if tokens.shape[1] > 1:
+            _, hidden = self._call(tokens[:, :-1], np.zeros(1, np.int64), caches)
+            row.hidden.append(hidden[0].astype(np.float16))
 
     def _call(self, tokens: Array, lengths: Array, caches: list[Array]) -> tuple[Array, Array]:
         batch, width = tokens.shape

@@ -54,9 +54,9 @@ class MedusaStudent:
         self._name, self._ids = checkpoint.name, ids
         weights = teacher.weights()
         old = {} if start is None else start.module.state_dict()
-        if start is not None and ("0.1.weight" not in old or f"{MEDUSA_HEADS - 1}.1.weight" not in old):
-            raise MethodError(f"the draft to start from has other heads than {MEDUSA_HEADS} of one layer")
         self._heads = MedusaHeads(MEDUSA_HEADS, 1, teacher.model.signature.hidden_size, len(ids))
+        if start is not None and old.keys() != self._heads.state_dict().keys():
+            raise MethodError(f"the draft to start from has other heads than {MEDUSA_HEADS} of one layer")
         with torch.no_grad():
             for name, value in self._heads.state_dict().items():
                 if ".linear." not in name:

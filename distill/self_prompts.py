@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from specrun.distill.answers import Answerer
-from specrun.distill.teacher import Teacher
+from specrun.distill.teacher import Teacher, TeacherError
 from specrun.runner.sampling import Chooser, Sampling
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ TEMPERATURE, TOP_P = 1.0, 0.9  # varied, but without the tail in which a small m
 def self_prompts(teacher: Teacher, directory: Path) -> Iterator[str]:
     """Prompts without end, the same ones each time; what was written before is read from `directory`.
 
-    Raises TeacherError if the target has no chat template.
+    Raises TeacherError if the target has no chat template, or writes nothing that could be a prompt.
     """
     tokenizer = teacher.tokenizer()
     opening, end = teacher.user_turn(tokenizer)
@@ -43,7 +43,13 @@ def self_prompts(teacher: Teacher, directory: Path) -> Iterator[str]:
             turns = [answer.tokens[answer.prompt_length :] for answer in written]
             whole = [turn[:-1] for turn in turns if len(turn) >= SHORTEST and turn[-1] == end]
             texts = [tokenizer.decode(turn).strip() for turn in whole if special.isdisjoint(turn)]
+            texts = [text for text in texts if text]
+            if not texts:
+                raise TeacherError(
+                    f"the target wrote no prompt of {SHORTEST} to {LONGEST} tokens in {PROMPTS_PER_FILE} attempts; it "
+                    f"seems not to know its chat template. Give prompts with --data"
+                )
             partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps([text for text in texts if text], indent=0), encoding="utf-8")
+            partial.write_text(json.dumps(texts, indent=0), encoding="utf-8")
             partial.replace(file)
         yield from json.loads(file.read_text(encoding="utf-8"))

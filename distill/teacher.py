@@ -90,10 +90,13 @@ class Teacher:
         if not (self.directory / CHAT_TEMPLATE_FILE).is_file():
             raise TeacherError("the target has no chat template, so it cannot write prompts; give others with --data")
         opening, _, rest = self._chat(USER_TEXT).partition(USER_TEXT)
-        ending = tokenizer.encode(rest, add_special_tokens=False).ids
-        if not ending:
-            raise TeacherError("nothing ends the user's text in the target's chat template; give prompts with --data")
-        return list(tokenizer.encode(opening, add_special_tokens=False).ids), int(ending[0])
+        before, after = (list(tokenizer.encode(part, add_special_tokens=False).ids) for part in (opening, rest))
+        if not before or not after:
+            raise TeacherError(
+                "the target's chat template has nothing before or nothing behind the user's text, so the target cannot "
+                "write prompts; give others with --data"
+            )
+        return before, int(after[0])
 
     def _chat(self, prompt: str) -> str:
         template = (self.directory / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")

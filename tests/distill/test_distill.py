@@ -225,6 +225,17 @@ def test_target_writes_prompts_itself(options: DistillOptions, tmp_path: Path, m
     assert list(islice(self_prompts(teacher, tmp_path / "prompts"), 30)) == prompts
 
 
+def test_target_that_never_ends_a_prompt_is_refused(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
+    monkeypatch.setattr("specrun.distill.self_prompts.PROMPTS_PER_FILE", 4)
+    monkeypatch.setattr("specrun.distill.self_prompts.LONGEST", 3)
+    with pytest.raises(TeacherError, match="wrote no prompt of 4 to 3 tokens in 4 attempts"):
+        next(self_prompts(teacher, tmp_path / "prompts"))
+    assert not list((tmp_path / "prompts").iterdir())
+
+
 def test_target_without_chat_cannot_write_prompts(options: DistillOptions, tmp_path: Path) -> None:
     teacher = Teacher.prepare(Checkpoint.open(options.model, options.work), options.work / "teacher")
     bare = shutil.copytree(teacher.directory, tmp_path / "bare")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
+from specrun.runner.proposers.medusa import Medusa
+from specrun.runner.sampling import Chooser, Sampling
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
@@ -82,3 +84,18 @@ def test_nothing_is_proposed_by_a_draft_that_is_never_sure() -> None:
     draft = RandomDraft(0)
     assert grow(draft, TreeShape(4, 12, p_min=0.99), 5) == set()
     assert draft.calls == 0
+
+
+@pytest.mark.parametrize("p_min", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_unlikely_combinations_of_heads_are_not_proposed(seed: int, p_min: float) -> None:
+    logits = 2 * np.random.default_rng(seed).standard_normal((3, WORDS)).astype(np.float32)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    every = [path for length in (1, 2, 3) for path in itertools.product(range(WORDS), repeat=length)]
+    share = {path: np.prod([shares[depth, token] for depth, token in enumerate(path)]) for path in every}
+    medusa = Medusa(lambda hidden: logits, None, TreeShape(WORDS, 14, p_min))
+    medusa.start()
+    medusa.observe(np.zeros((1, 4), np.float32))
+    proposed = paths(medusa.propose([1, 2], 3, Chooser(Sampling(seed=0))))
+    likely = [path for path in sorted(every, key=lambda path: -share[path])[:14] if share[path] >= p_min]
+    assert proposed == set(likely)

@@ -2,10 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from specrun.runner.proposers.ngram import LONGEST, SHORTEST, TRUSTED_POSITIONS, NGramLookup
+from specrun.runner.proposers.ngram_first import NGramFirst
 from specrun.runner.sampling import Chooser, Sampling
+from specrun.runner.types import Proposal
 
 CHOOSER = Chooser(Sampling(seed=0))
 
@@ -68,3 +71,32 @@ def test_growing_index_equals_a_search_from_scratch() -> None:
         for _ in range(60):
             assert lookup.propose(tokens, 4, CHOOSER).tokens == slow_lookup(tokens, 4)
             tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+
+
+class Draft:
+    """Guesses sevens, as many as it may, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def observe(self, hidden: object) -> None:
+        self.told.append(hidden)
+
+    def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
+        return Proposal.chain([7] * limit)
+
+
+def test_another_draft_guesses_only_where_lookup_finds_nothing() -> None:
+    draft = Draft()
+    proposer = NGramFirst(draft, draft_limit=3)
+    proposer.start()
+    hidden = np.zeros((1, 4), np.float32)
+    proposer.observe(hidden)
+    assert draft.told == ["start", hidden]
+    assert proposer.propose([1, 2, 3, 4, 5], 10, CHOOSER).tokens == (7, 7, 7)
+    assert proposer.propose([1, 2, 3, 4, 5], 2, CHOOSER).tokens == (7, 7)
+    tokens = [1, 2, 3, 4, 5, 6, 8, 9, 9, 1, 2, 3, 4, 5]
+    assert proposer.propose(tokens, 5, CHOOSER).tokens == (6, 8, 9, 9, 1)
