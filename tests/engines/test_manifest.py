@@ -51,7 +51,7 @@ MANIFEST_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Except
     "other version": (
         lambda data: data.update(format_version=1),
         BundleError,
-        "format_version 1, expected 2",
+        "format_version 1, expected 3",
     ),
     "unknown head": (
         lambda data: data["heads"].update(oracle=HEAD | {"taps": []}),
