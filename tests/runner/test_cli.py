@@ -145,7 +145,7 @@ def test_bench_json_has_the_promised_rows(specrun: Specrun, bundle: Bundle, tmp_
     )
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["prompt", "set", "proposer"]
-    assert len(out.splitlines()) == 4
+    assert len(out.splitlines()) == 6
     page = report.read_text()
     assert page.count("<svg") == 3  # speed-up, acceptance per position, time per stage
     assert "draft_model_tree, 16 nodes" in page
