@@ -54,6 +54,7 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     """Train, and write the checkpoint to `options.out`, atomically. Raises errors of this package and of `export`."""
     checkpoint = Checkpoint.open(options.model, downloads)
     teacher = Teacher.prepare(checkpoint, options.work / "teacher")
+    start = load_start(options.start, options.method, teacher, checkpoint) if options.start else None
     own = options.work / f"prompts-{teacher.fingerprint[:12]}"
     sources = [self_prompts(teacher, own) if source == SELF else Path(source) for source in options.data]
     shards = collect(teacher, make_prompts(sources), options.tokens, options.work / "answers")
@@ -61,7 +62,6 @@ def distill(options: DistillOptions, downloads: Path) -> None:
     longest = MAX_PROMPT + MAX_ANSWER
     training, validation = Corpus(shards, False, longest), Corpus(shards, True, longest)
     size = min(options.draft_vocabulary, teacher.model.vocabulary_size)
-    start = load_start(options.start, options.method, teacher, checkpoint) if options.start else None
     ids = frequent_tokens(training, size, teacher.model.stop_token_ids)
     covered = coverage(training, ids)
     logger.info(
