@@ -9,6 +9,10 @@ class SpecrunError(Exception):
     """
 
 
+class RequestError(SpecrunError):
+    """A generation request makes no sense."""
+
+
 class UnfitError(SpecrunError):
     """The machine cannot do what was asked: memory, disk or a missing package."""
 

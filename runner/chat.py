@@ -9,7 +9,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specrun.runner.sampling import RequestError
+from specrun.engines.errors import RequestError
 
 
 def render(template: str, messages: list[dict[str, str]], special_tokens: dict[str, str]) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specrun.engines.errors import SpecrunError, UnfitError
-from specrun.runner.sampling import RequestError, Sampling
+from specrun.engines.errors import RequestError, SpecrunError, UnfitError
+from specrun.runner.sampling import Sampling
 
 if TYPE_CHECKING:
     from specrun.engines.manifest import Bundle

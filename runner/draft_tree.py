@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from specrun.runner.sampling import Guesses
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
 
-# (logits of one row, positions beyond the first guessed one, count) -> the best tokens and the logs of their shares
-Best = Callable[[Array, int, int], tuple[Array, Array]]
+# (logits of one row, the nodes' tokens that lead to it, count) -> what the draft would choose next
+Best = Callable[[Array, Sequence[int], int], Guesses]
 # Feeds nodes to the draft: tokens, and parents as in `Proposal` among the nodes fed so far. Returns their logits.
 Feed = Callable[[Sequence[int], Sequence[int]], Array]
 
@@ -50,24 +51,36 @@ def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: in
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
+    probs: list[Array | None] = []
     fed: dict[int, int] = {ROOT: ROOT}  # number of each node among those fed to the draft
     level, rows = [ROOT], logits[None]
     for reached in range(depth):
         new: list[int] = []
         for node, row in zip(level, rows, strict=True):
             above = 0.0 if node == ROOT else scores[node]
-            for token, share in zip(*best(row, reached, shape.breadth), strict=True):
+            guesses = best(row, _path(tokens, parents, node), shape.breadth)
+            for token, share in zip(guesses.tokens, guesses.shares, strict=True):
                 new.append(len(tokens))
                 tokens.append(int(token))
                 parents.append(node)
                 scores.append(above + float(share))
+                probs.append(guesses.probs)
         level = sorted(new, key=lambda node: -scores[node])[: shape.breadth]
         if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape):
             break
         first = len(fed) - 1
         rows = feed([tokens[node] for node in level], [fed[parents[node]] for node in level])
         fed |= {node: first + index for index, node in enumerate(level)}
-    return _best_nodes(tokens, parents, scores, shape)
+    return _best_nodes(tokens, parents, scores, probs, shape)
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """The tokens from the root's child to `node`."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
 
 
 def _hopeless(score: float, scores: list[float], shape: TreeShape) -> bool:
@@ -76,9 +89,15 @@ def _hopeless(score: float, scores: list[float], shape: TreeShape) -> bool:
     return score < shape.least_score or (full and sorted(scores, reverse=True)[(shape.nodes or 0) - 1] > score)
 
 
-def _best_nodes(tokens: list[int], parents: list[int], scores: list[float], shape: TreeShape) -> Proposal:
-    """A parent is at least as likely as its children and comes before them, so it is never left out."""
+def _best_nodes(
+    tokens: list[int], parents: list[int], scores: list[float], probs: list[Array | None], shape: TreeShape
+) -> Proposal:
+    """The proposal that the likely nodes make. A parent is at least as likely as its children and comes before them,
+    so it is never left out. `probs`: as in `Guesses`."""
     likely = [node for node, score in enumerate(scores) if score >= shape.least_score]
     order = sorted(sorted(likely, key=lambda node: -scores[node])[: shape.nodes])
     number = {ROOT: ROOT, **{node: index for index, node in enumerate(order)}}
-    return Proposal(tuple(tokens[node] for node in order), tuple(number[parents[node]] for node in order))
+    drawn_from = tuple(found for node in order if (found := probs[node]) is not None)
+    return Proposal(
+        tuple(tokens[node] for node in order), tuple(number[parents[node]] for node in order), drawn_from or None
+    )

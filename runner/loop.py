@@ -59,7 +59,7 @@ def decode(
         limit = min(limits.k, remaining - 1)
         with statistics.timed("propose"):
             proposal = proposer.propose(tokens, limit, chooser) if proposer and limit > 0 else EMPTY
-            proposal = _within(proposal, target.capacity - len(tokens))
+            proposal = proposal.first(target.capacity - len(tokens))  # a tree may have more nodes than there is room
         with statistics.timed("verify"):
             # The last committed token is node 0 of this call, so the proposal's nodes are one further on.
             output = target.grow([tokens[-1], *proposal.tokens], [ROOT, *(parent + 1 for parent in proposal.parents)])
@@ -70,6 +70,7 @@ def decode(
         for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:
                 observe(len(tokens), output.logits[row])
+            chooser.commit(token_id)
             tokens.append(token_id)
             remaining -= 1
             statistics.emitted += 1
@@ -84,13 +85,6 @@ def decode(
         if proposer is not None:
             with statistics.timed("propose"):
                 proposer.observe(None if output.hidden is None else output.hidden[rows])
-
-
-def _within(proposal: Proposal, room: int) -> Proposal:
-    """A tree may have more nodes than the cache has room for: its first ones are left."""
-    if len(proposal.tokens) <= room:
-        return proposal
-    return Proposal(proposal.tokens[:room], proposal.parents[:room])
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> Iterator[tuple[int, Origin]]:

@@ -4,7 +4,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from specrun.runner.sampling import RequestError
+from specrun.engines.errors import RequestError
 
 PROMPT_SETS = ("chat", "code-editing", "summarizing")
 

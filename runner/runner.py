@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specrun.engines import ort
+from specrun.engines.errors import RequestError
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
@@ -27,7 +28,7 @@ from specrun.runner.loop import Limits, Observer, decode
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.proposers.ngram_first import NGramFirst
-from specrun.runner.sampling import Chooser, RequestError, Sampling
+from specrun.runner.sampling import Chooser, Sampling
 from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream

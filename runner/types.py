@@ -1,7 +1,9 @@
 """The words of a round, as data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 Origin = Literal["plain", "drafted", "correction", "bonus"]
 FinishReason = Literal["stop", "length"]
@@ -19,11 +21,19 @@ class Proposal:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    # What each token was drawn from, float32 [vocabulary or less], where the rejection rule will judge; None:
+    # deterministic.
+    draft_probs: tuple[np.ndarray[Any, Any], ...] | None = None
 
     @classmethod
     def chain(cls, tokens: "tuple[int, ...] | list[int]") -> "Proposal":
         """Each token is the guess for the position after the one before."""
         return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)))
+
+    def first(self, count: int) -> "Proposal":
+        """Its first nodes, at most `count`."""
+        probs = None if self.draft_probs is None else self.draft_probs[:count]
+        return Proposal(self.tokens[:count], self.parents[:count], probs)
 
     def depths(self) -> list[int]:
         """How many positions each node is away from the last committed token: 1 for its children."""

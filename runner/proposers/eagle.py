@@ -7,7 +7,7 @@ import numpy as np
 
 from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
-from specrun.runner.sampling import Chooser
+from specrun.runner.sampling import Chooser, Guesses
 from specrun.runner.session import Output, Session, feed
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
@@ -56,8 +56,8 @@ class Eagle:
         assert output.hidden is not None
         self._states = [output.hidden[-1].copy()]
 
-        def best(row: Array, ahead: int, count: int) -> tuple[Array, Array]:
-            return chooser.best(row, len(tokens) + ahead, count, self._vocabulary)
+        def best(row: Array, path: Sequence[int], count: int) -> Guesses:
+            return chooser.best(row, len(tokens) + len(path), count, self._vocabulary, path=path)
 
         proposal = grow_tree(output.logits[-1], self._feed, best, self._shape, depth)
         self._session.truncate(self._session.length)

@@ -7,7 +7,7 @@ import numpy as np
 
 from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
-from specrun.runner.sampling import Chooser
+from specrun.runner.sampling import Chooser, Guesses
 from specrun.runner.session import Session, feed
 from specrun.runner.types import EMPTY, Proposal
 
@@ -34,8 +34,8 @@ class EarlyExit:
         self._session.truncate(len(tokens) - 1)
         logits = feed(self._session, tokens[-1:]).logits[-1]
 
-        def best(row: np.ndarray[Any, Any], ahead: int, count: int) -> tuple[Any, Any]:
-            return chooser.best(row, len(tokens) + ahead, count)
+        def best(row: np.ndarray[Any, Any], path: Sequence[int], count: int) -> Guesses:
+            return chooser.best(row, len(tokens) + len(path), count, path=path)
 
         return grow_tree(logits, self._feed, best, self._shape, depth)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specrun.runner.draft_tree import CHAIN, TreeShape
-from specrun.runner.sampling import Chooser
+from specrun.runner.sampling import Chooser, Guesses
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
@@ -36,22 +36,24 @@ class Medusa:
         if self._hidden is None:  # a prompt of one token
             return EMPTY
         candidates = [
-            chooser.best(row, len(tokens) + ahead, self._shape.breadth, self._vocabulary)
+            # The tokens in between are known to no head, so nor to the processors.
+            chooser.best(row, len(tokens) + ahead, self._shape.breadth, self._vocabulary, None if ahead else ())
             for ahead, row in enumerate(self._heads(self._hidden)[:limit])
         ]
         return _combine(candidates, self._shape)
 
 
-def _combine(candidates: list[tuple[Array, Array]], shape: TreeShape) -> Proposal:
-    """The most likely paths; `candidates`: tokens and logs of their shares at each depth, best first."""
+def _combine(candidates: list[Guesses], shape: TreeShape) -> Proposal:
+    """The most likely paths of the candidates at each depth."""
     tokens: list[int] = []
     parents: list[int] = []
+    probs: list[Array] = []
     # Best first. A path's next rivals are its first child and its next sibling: neither is more likely than itself.
     queue: list[tuple[float, int, int, int]] = []  # minus score, depth, rank, parent
 
     def push(score: float, depth: int, rank: int, parent: int) -> None:
-        if depth < len(candidates) and rank < len(candidates[depth][0]):
-            heapq.heappush(queue, (-(score + float(candidates[depth][1][rank])), depth, rank, parent))
+        if depth < len(candidates) and rank < len(candidates[depth].tokens):
+            heapq.heappush(queue, (-(score + float(candidates[depth].shares[rank])), depth, rank, parent))
 
     push(0.0, 0, 0, ROOT)
     while queue and (shape.nodes is None or len(tokens) < shape.nodes):
@@ -59,8 +61,10 @@ def _combine(candidates: list[tuple[Array, Array]], shape: TreeShape) -> Proposa
         score = -negative
         if score < shape.least_score:
             break
-        push(score - float(candidates[depth][1][rank]), depth, rank + 1, parent)
+        push(score - float(candidates[depth].shares[rank]), depth, rank + 1, parent)
         push(score, depth + 1, 0, len(tokens))
-        tokens.append(int(candidates[depth][0][rank]))
+        tokens.append(int(candidates[depth].tokens[rank]))
         parents.append(parent)
-    return Proposal(tuple(tokens), tuple(parents))
+        if (drawn_from := candidates[depth].probs) is not None:
+            probs.append(drawn_from)
+    return Proposal(tuple(tokens), tuple(parents), tuple(probs) or None)

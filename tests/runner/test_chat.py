@@ -2,8 +2,8 @@
 
 import pytest
 
+from specrun.engines.errors import RequestError
 from specrun.runner.chat import render
-from specrun.runner.sampling import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from specrun.engines.errors import RequestError
 from specrun.engines.manifest import MANIFEST, Bundle
 from specrun.runner import cli
 from specrun.runner.compare import compare_all
 from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
-from specrun.runner.sampling import RequestError
 from tests import tiny, tiny_heads
 
 PROMPT = "the serving of serving of serving"

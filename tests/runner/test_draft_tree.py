@@ -10,6 +10,7 @@ import pytest
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
 from specrun.runner.proposers.medusa import Medusa
 from specrun.runner.sampling import Chooser, Sampling
+from specrun.runner.sampling import Guesses
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
@@ -44,10 +45,10 @@ class RandomDraft:
         return total
 
 
-def best(row: Array, ahead: int, count: int) -> tuple[Array, Array]:
+def best(row: Array, path: Sequence[int], count: int) -> Guesses:
     shares = row - np.log(np.exp(row).sum())
     order = np.argsort(-shares)[:count]
-    return order, shares[order]
+    return Guesses(order, shares[order], None)
 
 
 def paths(proposal: Proposal) -> set[tuple[int, ...]]:

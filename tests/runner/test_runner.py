@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrun.engines.errors import RequestError
 from specrun.engines.manifest import MANIFEST, Bundle, BundleError, file_entries
 from specrun.engines.schema import to_json
 from specrun.engines.vocabulary import Vocabulary, VocabularyMismatchError
 from specrun.export.checkpoint import Checkpoint
 from specrun.runner.compare import compare
 from specrun.runner.runner import Request, Runner
-from specrun.runner.sampling import RequestError, Sampling
+from specrun.runner.sampling import Sampling
 from tests import tiny
 
 PROMPT = tiny.make_tokenizer().encode("the serving of serving of serving").ids

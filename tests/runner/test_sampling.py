@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from specrun.engines.errors import RequestError
 from specrun.runner import noise
-from specrun.runner.sampling import Chooser, LogitsError, RequestError, Sampling
+from specrun.runner.filters import LogitsError
+from specrun.runner.sampling import Chooser, Sampling
 
 Array = np.ndarray[Any, Any]
 SETTINGS = [
