@@ -1,7 +1,8 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32] [CAPACITY=...] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32] [CAPACITY=...] [GPU=sm89] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
+# make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes
 # make lossless  every proposer equal to plain decoding on the default model (about half an hour)
 # make clean     remove everything that was made
 
@@ -15,19 +16,20 @@ K ?= 4
 NODES ?= 16
 PRECISION ?= fp32
 CAPACITY ?=
+GPU ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
 
 DEMO_BUNDLE := build/bundles/smollm2-135m
 
-.PHONY: demo engines test check lossless clean
+.PHONY: demo engines test check gpu lossless clean
 
 demo: $(VENV)/.export
 	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE) --draft drafts/smollm2-135m-eagle3
 	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
 
-engines: $(VENV)/.export
+engines: $(VENV)/.export $(if $(GPU),$(VENV)/.gpu)
 	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --precision $(PRECISION) \
-		$(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
+		$(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
 test: check
 	$(BIN)/python -m pytest -q -m "not gpu and not model"
@@ -39,6 +41,10 @@ check: $(VENV)/.dev
 	mkdir -p build && ln -sfn .. build/specrun
 	MYPYPATH=build $(BIN)/mypy -p specrun.distill -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
 	MYPYPATH=build $(BIN)/mypy tests
+
+gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m tests.kernels.time_accept
 
 # One draft of each kind; as a draft model the target itself, which fits no budget but tests the proposer.
 LOSSLESS_DRAFTS := $(wildcard drafts/smollm2-135m-*) early-exit:15 smollm2-135m
@@ -57,6 +63,10 @@ $(VENV)/.created:
 
 $(VENV)/.export: pyproject.toml $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --editable ".[export]"
+	touch $@
+
+$(VENV)/.gpu: pyproject.toml $(VENV)/.export
+	$(BIN)/python -m pip install --quiet --editable ".[export,gpu]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.export

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import specrun.export
 from specrun.calibration.texts import TEXTS
 from specrun.engines import ort
+from specrun.engines.accept_kernels import architecture_file, compile_kernels, require_architecture
 from specrun.engines.card import CARD_FILE, ExportCard
 from specrun.engines.context import Context
 from specrun.engines.errors import SpecrunError
@@ -31,6 +32,7 @@ from specrun.engines.manifest import (
     EARLY_EXIT_FILE,
     ENGINE_FILE,
     FORMAT_VERSION,
+    KERNELS,
     MANIFEST,
     MEDUSA,
     NGRAM,
@@ -86,6 +88,7 @@ class BuildOptions:
     p_min: float = 0.1  # on a CPU one more row of a verification costs about a twentieth of a plain step
     precision: str = "fp32"
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
+    gpus: tuple[str, ...] = ()  # architectures to compile the accept step for: "sm89"
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
@@ -98,6 +101,8 @@ class BuildOptions:
             raise BuildError(f"got precision {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
         if self.capacity is not None and self.capacity <= self.k + 1:
             raise BuildError(f"got capacity {self.capacity}, expected more than k + 1 = {self.k + 1} tokens")
+        for gpu in self.gpus:
+            require_architecture(gpu)
 
 
 @dataclass(frozen=True)
@@ -216,8 +221,9 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
         return False
     if drafts.model is not None:
         require_pair(target.vocabulary(), drafts.model.vocabulary(), drafts.model.parameters / target.parameters)
-    # Before the long work: whether the heads fit.
+    # Before the long work: whether the heads fit, and the compiler for GPUs is there.
     heads = _load_heads(target, drafts)
+    kernels = _compile_kernels(options.gpus)
     with staged_directory(options.out, MANIFEST) as directory:
         sources = [target] if drafts.model is None else [target, drafts.model]
         require_room(
@@ -230,6 +236,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
         for kind, (head, name) in heads.items():
             entries[kind] = _add_head(kind, head, name, directory, options, capacity)
         draft_card = _add_model(drafts.model, DRAFT, directory, options) if drafts.model else None
+        _add_kernels(kernels, directory)
         logger.info("hashing")
         write_manifest(
             directory,
@@ -244,6 +251,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 p_min=options.p_min,
                 widths=(1, options.k + 1, options.nodes + 1, PREFILL_WIDTH),
                 proposer=drafts.proposer,
+                gpus=options.gpus,
                 target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
                 draft=draft_card.model if draft_card else None,
                 heads=entries,
@@ -253,6 +261,19 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
             ),
         )
     return True
+
+
+def _compile_kernels(gpus: tuple[str, ...]) -> dict[str, bytes]:
+    if gpus:
+        logger.info("compiling the accept step for %s", ", ".join(gpus))
+    return {architecture_file(gpu): compile_kernels(gpu) for gpu in gpus}
+
+
+def _add_kernels(kernels: dict[str, bytes], bundle: Path) -> None:
+    if kernels:
+        (bundle / KERNELS).mkdir()
+    for file, code in kernels.items():
+        (bundle / KERNELS / file).write_bytes(code)
 
 
 def _load_heads(target: Source, drafts: Drafts) -> dict[str, tuple[Head, str]]:
@@ -361,12 +382,12 @@ def _fingerprint(options: BuildOptions, target: Source, drafts: Drafts) -> str:
     code = [
         file
         for stage in (Path(__file__).parent, Path(specrun.export.__file__).parent)
-        for file in sorted(stage.glob("*.py"))
+        for file in sorted([*stage.glob("*.py"), *stage.glob("*.cu")])
     ]
     parts = [
         target.fingerprint,
         drafts.fingerprint(),
-        f"{options.k} {options.nodes} {options.p_min} {options.precision} {options.capacity}",
+        f"{options.k} {options.nodes} {options.p_min} {options.precision} {options.capacity} {options.gpus}",
         *(FileEntry.of(file).sha256 for file in code),
         *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),
     ]

@@ -7,6 +7,7 @@ BUNDLE/
   draft/ ...                       as target/, where the bundle has a draft model
   medusa/model.onnx [, model.onnx.data, vocabulary.npy]
   eagle/, eagle3/                  as medusa/, and fuse.onnx where the head reads several of the target's states
+  kernels/accept.sm89.cubin ...    the accept step, compiled for each GPU architecture that the bundle is built for
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from specrun.engines.errors import SpecrunError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
@@ -38,6 +39,8 @@ NGRAM, DRAFT_MODEL, MEDUSA, EAGLE, EAGLE3, EARLY_EXIT = (
 )
 TREE_SUFFIX = "_tree"
 NGRAM_FIRST = "ngram+"
+
+KERNELS = "kernels"
 
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -103,6 +106,7 @@ class Manifest:
     nodes: int  # default size of a proposed tree
     p_min: float  # default probability below which a draft's guesses are not proposed
     proposer: str  # default proposer
+    gpus: tuple[str, ...]  # architectures that it has kernels for: "sm89"
     target: ModelEntry
     draft: ModelEntry | None
     heads: dict[str, HeadEntry]  # by proposer

@@ -136,6 +136,9 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 )
 @click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
+@click.option(
+    "--gpu", "gpus", multiple=True, help="Compile the accept step for this architecture (sm89); may be repeated."
+)
 def build(
     model: str,
     out: Path,
@@ -145,6 +148,7 @@ def build(
     p_min: float,
     precision: str,
     capacity: int | None,
+    gpus: tuple[str, ...],
 ) -> None:
     """Build MODEL into a bundle, unless it is there already, made from the same inputs.
 
@@ -152,7 +156,7 @@ def build(
     """
     with _export_packages():
         from specrun.engines.build import BuildOptions, build_bundle
-    build_bundle(BuildOptions(model, out, drafts, k, nodes, p_min, precision, capacity), _downloads())
+    build_bundle(BuildOptions(model, out, drafts, k, nodes, p_min, precision, capacity, gpus), _downloads())
     click.echo(str(out))
 
 
@@ -230,6 +234,8 @@ def info(bundle: Path, as_json: bool) -> None:
         f"{'proposer':<11}{manifest.proposer}, k = {manifest.k}, trees of {manifest.nodes} nodes, "
         f"p-min {manifest.p_min:g}"
     )
+    if manifest.gpus:
+        click.echo(f"{'GPUs':<11}accept step for {', '.join(manifest.gpus)}")
     size = sum(file.bytes for file in manifest.files.values())
     click.echo(f"{'files':<11}{len(manifest.files)}, {size / 2**20:.0f} MiB, hashes correct")
     click.echo(f"{'built with':<11}{', '.join(f'{name} {value}' for name, value in manifest.versions.items())}")

@@ -71,7 +71,7 @@ class Processor:
         stop_token_ids: frozenset[int],
         grammar: GrammarState | None,
     ) -> None:
-        self._processing = processing
+        self.processing = processing
         self._grammar = grammar
         self._emitted = 0
         self._bias = np.zeros(vocabulary_size, np.float32)
@@ -106,7 +106,7 @@ class Processor:
 
     def allowed(self, path: Sequence[int] | None) -> Array | None:
         """Which tokens may follow `path`: bool [vocabulary]; None if all may."""
-        early = self._emitted + len(path or ()) < self._processing.min_tokens
+        early = self._emitted + len(path or ()) < self.processing.min_tokens
         grammar = None if self._grammar is None or path is None else self._grammar.allowed(path)
         if not early and grammar is None:
             return self._allowed if self._masks else None
@@ -157,12 +157,12 @@ class Processor:
 
     def penalize(self, values: Array, bias: Array, counts: Array, seen: Array) -> Array:
         """float32, in this order of operations."""
-        repetition = np.float32(self._processing.repetition_penalty)
+        repetition = np.float32(self.processing.repetition_penalty)
         values = values + bias
         penalized = np.where(values > 0, values / repetition, values * repetition)
         values = np.where(seen, penalized, values)
-        values = values - np.float32(self._processing.frequency_penalty) * counts
-        return np.asarray(values - np.float32(self._processing.presence_penalty) * (counts > 0).astype(np.float32))
+        values = values - np.float32(self.processing.frequency_penalty) * counts
+        return np.asarray(values - np.float32(self.processing.presence_penalty) * (counts > 0).astype(np.float32))
 
 
 def _members(token_ids: frozenset[int], vocabulary_size: int) -> Array:

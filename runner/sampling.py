@@ -28,7 +28,7 @@ from specrun.engines.errors import RequestError
 from specrun.runner import noise
 from specrun.runner.arithmetic import MASS_BITS, mass
 from specrun.runner.filters import FLOAT32, Policy, Summary, masses, scores, summarize
-from specrun.runner.processors import Processor
+from specrun.runner.processors import Processing, Processor
 
 Array = np.ndarray[Any, Any]
 AcceptRule = Literal["coupled", "rejection"]
@@ -99,28 +99,32 @@ class Chooser:
             raise AssertionError("a chooser needs a seed; see Sampling.with_seed")
         self.sampling = sampling
         self.seed = sampling.seed
-        self._policy = sampling.policy
-        self._processor = processor
+        self.policy = sampling.policy
+        self.processor = processor
+
+    @property
+    def processing(self) -> Processing:
+        return Processing() if self.processor is None else self.processor.processing
 
     def commit(self, token: int) -> None:
         """`token` was emitted: it is part of what processors look back on."""
-        if self._processor is not None:
-            self._processor.commit(token)
+        if self.processor is not None:
+            self.processor.commit(token)
 
     def choose(self, logits: Array, position: int, path: Sequence[int] = ()) -> int:
         """The token at `position` of the sequence, given its logits float32 [vocabulary]. Raises LogitsError."""
         row, summary = self._read(logits, position, path)
-        if self._policy.greedy:
+        if self.policy.greedy:
             return summary.best
-        if self._policy.filters:
+        if self.policy.filters:
             kept = np.flatnonzero(row >= summary.threshold)
             if len(kept) == 1:
                 return int(kept[0])
             words = noise.words(self.seed, position, int(kept[-1]) + 1)
-            noisy = scores(row[kept], summary.top, self._policy)
+            noisy = scores(row[kept], summary.top, self.policy)
         else:
             words = noise.words(self.seed, position, len(row))
-            noisy = scores(row, summary.top, self._policy)
+            noisy = scores(row, summary.top, self.policy)
             kept = _contenders(noisy, words)
             noisy = noisy[kept]
         noisy += noise.gumbel(words[kept])
@@ -139,13 +143,13 @@ class Chooser:
         Under the rejection rule it is one token, drawn with noise of the draft's own; its share is the best token's,
         so that whether it is proposed does not hang on which one was drawn: that would bias the output.
         """
-        if self._processor is not None:
-            if not self._processor.may_continue(path):
+        if self.processor is not None:
+            if not self.processor.may_continue(path):
                 return NO_GUESSES
-            logits = self._processor.process(logits, path, ids)
+            logits = self.processor.process(logits, path, ids)
             if logits.max() == -np.inf:  # no token that the draft knows is allowed
                 return NO_GUESSES
-        row, summary = logits, summarize(logits, self._policy, f"the draft's guess for position {position}")
+        row, summary = logits, summarize(logits, self.policy, f"the draft's guess for position {position}")
         if self.sampling.rejects:
             return self._draw(row, summary, position, ids)
         noisy = self._noisy(row, summary, position, ids, noise.STREAM)
@@ -165,7 +169,7 @@ class Chooser:
     def probabilities(self, logits: Array, position: int, path: Sequence[int] = ()) -> tuple[Array, Array]:
         """The distribution after processors and filters: float32 [vocabulary], and the mass behind it."""
         row, summary = self._read(logits, position, path)
-        mass_of = masses(row, summary, self._policy)
+        mass_of = masses(row, summary, self.policy)
         return probabilities(mass_of), mass_of
 
     def noisy_scores(self, logits: Array, position: int, path: Sequence[int] = ()) -> Array:
@@ -177,22 +181,22 @@ class Chooser:
         return self._noisy(row, summary, position, None, noise.STREAM)
 
     def _read(self, logits: Array, position: int, path: Sequence[int]) -> tuple[Array, Summary]:
-        row = logits if self._processor is None else self._processor.process(logits, path)
-        return row, summarize(row, self._policy, f"position {position}")
+        row = logits if self.processor is None else self.processor.process(logits, path)
+        return row, summarize(row, self.policy, f"position {position}")
 
     def _noisy(self, row: Array, summary: Summary, position: int, ids: Array | None, stream: int) -> Array:
-        if self._policy.greedy:
+        if self.policy.greedy:
             return row
         kept = np.flatnonzero(row >= summary.threshold)
         of = kept if ids is None else ids[kept]
         words = noise.words(self.seed, position, int(of[-1]) + 1, stream)
         noisy = np.full(len(row), -np.inf, np.float32)
-        noisy[kept] = scores(row[kept], summary.top, self._policy) + noise.gumbel(words[of])
+        noisy[kept] = scores(row[kept], summary.top, self.policy) + noise.gumbel(words[of])
         return noisy
 
     def _draw(self, row: Array, summary: Summary, position: int, ids: Array | None) -> Guesses:
         drawn = self._noisy(row, summary, position, ids, noise.DRAFT_STREAM).argmax()
-        probs = probabilities(masses(row, summary, self._policy))
+        probs = probabilities(masses(row, summary, self.policy))
         share = np.log(probs.max(keepdims=True).astype(np.float64))
         if ids is not None:
             whole = np.zeros(int(ids[-1]) + 1, np.float32)

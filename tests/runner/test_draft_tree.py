@@ -9,8 +9,7 @@ import pytest
 
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
 from specrun.runner.proposers.medusa import Medusa
-from specrun.runner.sampling import Chooser, Sampling
-from specrun.runner.sampling import Guesses
+from specrun.runner.sampling import Chooser, Guesses, Sampling
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]

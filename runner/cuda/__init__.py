@@ -1,0 +1,1 @@
+"""The accept step on a GPU. Nothing of it is imported where there is none."""

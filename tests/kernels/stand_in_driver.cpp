@@ -1,0 +1,197 @@
+// A stand-in for the CUDA driver (libcuda.so.1), for tests: device memory is the heap's, streams are done at once, and
+// kernels are those of engines/accept.cu, compiled into this library and run by the shim. It has what cuda.core asks for
+// on the paths that the product takes; anything else is reported as missing.
+#include "shim.h"
+
+#include "../../engines/accept.cu"
+
+#include <dlfcn.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+
+typedef int CUresult;
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_IMAGE = 200, CUDA_ERROR_NOT_FOUND = 500 };
+
+// A kernel that takes its arguments as the driver does: an array of pointers to them.
+using Kernel = std::function<void(void**)>;
+template <class... Arguments, size_t... Index>
+Kernel unpacked(void (*kernel)(Arguments...), std::index_sequence<Index...>) {
+    return [kernel](void** at) { kernel(*(std::decay_t<Arguments>*)at[Index]...); };
+}
+template <class... Arguments>
+std::pair<Kernel, std::vector<size_t>> kernel_of(void (*kernel)(Arguments...)) {
+    return {unpacked(kernel, std::index_sequence_for<Arguments...>{}), {sizeof(Arguments)...}};
+}
+
+#define KERNEL(name) {#name, kernel_of(name)}
+static std::map<std::string, std::pair<Kernel, std::vector<size_t>>> kernels = {
+    KERNEL(process_float32), KERNEL(process_bfloat16), KERNEL(process_float16), KERNEL(summarize), KERNEL(add_noise),
+    KERNEL(best),            KERNEL(walk),             KERNEL(probabilities),   KERNEL(reject)};
+
+// What a handle points to.
+struct Function {
+    std::string name;
+    Kernel run;
+    std::vector<size_t> sizes;  // of the arguments
+};
+static std::map<std::string, Function> functions;
+static int context, pool, library, stream;  // their addresses are handles
+static void* current;
+
+extern "C" {
+
+CUresult cuGetErrorName(CUresult, const char** text) {
+    *text = "STAND_IN_DRIVER_ERROR";
+    return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult, const char** text) {
+    *text = "an error of the stand-in driver";
+    return CUDA_SUCCESS;
+}
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return CUDA_SUCCESS;
+}
+
+// One device: an SM 8.9.
+CUresult cuDeviceGetCount(int* count) {
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGet(int* device, int) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
+    enum { MAJOR = 75, MINOR = 76, MEMORY_POOLS = 115 };
+    *value = attribute == MAJOR ? 8 : attribute == MINOR ? 9 : attribute == MEMORY_POOLS ? 1 : 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(void** handle, int) {
+    *handle = &context;
+    return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRelease(int) { return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(void* handle) {
+    current = handle;
+    return CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(void** handle) {
+    *handle = current;
+    return CUDA_SUCCESS;
+}
+CUresult cuCtxGetDevice(int* device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuCtxPushCurrent(void* handle) { return cuCtxSetCurrent(handle); }
+CUresult cuCtxPopCurrent(void** handle) { return cuCtxGetCurrent(handle); }
+CUresult cuCtxSynchronize() { return CUDA_SUCCESS; }
+
+// Streams: everything is done before the call returns.
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    *least = *greatest = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamCreateWithPriority(void** handle, unsigned, int) {
+    *handle = &stream;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamDestroy(void*) { return CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(void*) { return CUDA_SUCCESS; }
+CUresult cuStreamGetCtx(void*, void** handle) {
+    *handle = &context;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamIsCapturing(void*, int* status) {
+    *status = 0;
+    return CUDA_SUCCESS;
+}
+
+// Memory. Rubbish in what is new, as on a device.
+static CUresult allocate(void** memory, size_t size) {
+    *memory = malloc(size ? size : 1);
+    memset(*memory, 0xab, size);
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetMemPool(void** handle, int) {
+    *handle = &pool;
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetDefaultMemPool(void** handle, int) { return cuDeviceGetMemPool(handle, 0); }
+CUresult cuMemGetMemPool(void** handle, void*, int) { return cuDeviceGetMemPool(handle, 0); }
+CUresult cuMemPoolGetAttribute(void*, int, void* value) {
+    *(uint64_t*)value = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemPoolSetAttribute(void*, int, void*) { return CUDA_SUCCESS; }
+CUresult cuMemAllocFromPoolAsync(void** memory, size_t size, void*, void*) { return allocate(memory, size); }
+CUresult cuMemAllocAsync(void** memory, size_t size, void*) { return allocate(memory, size); }
+CUresult cuMemFreeAsync(void* memory, void*) {
+    free(memory);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemAllocHost(void** memory, size_t size) { return allocate(memory, size); }
+CUresult cuMemHostAlloc(void** memory, size_t size, unsigned) { return allocate(memory, size); }
+CUresult cuMemFreeHost(void* memory) { return cuMemFreeAsync(memory, nullptr); }
+CUresult cuMemcpyAsync(void* to, const void* from, size_t size, void*) {
+    memcpy(to, from, size);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemsetD8Async(void* to, unsigned char value, size_t size, void*) {
+    memset(to, value, size);
+    return CUDA_SUCCESS;
+}
+
+// Kernels. The image must be machine code for a GPU, which is not looked into.
+CUresult cuLibraryLoadData(void** handle, const void* image, void*, void**, unsigned, void*, void**, unsigned) {
+    if (memcmp(image, "\x7f" "ELF", 4)) return CUDA_ERROR_INVALID_IMAGE;
+    *handle = &library;
+    return CUDA_SUCCESS;
+}
+CUresult cuLibraryUnload(void*) { return CUDA_SUCCESS; }
+CUresult cuLibraryGetKernel(void** handle, void*, const char* name) {
+    auto found = kernels.find(name);
+    if (found == kernels.end()) return CUDA_ERROR_NOT_FOUND;
+    functions[name] = Function{name, found->second.first, found->second.second};
+    *handle = &functions[name];
+    return CUDA_SUCCESS;
+}
+CUresult cuKernelGetFunction(void** function, void* kernel) {
+    *function = kernel;
+    return CUDA_SUCCESS;
+}
+CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                        unsigned block_y, unsigned block_z, unsigned dynamic_shared, void*, void** arguments, void**) {
+    if (grid_z != 1 || block_y != 1 || block_z != 1 || block_x % 32 || block_x > 1024 || dynamic_shared)
+        return CUDA_ERROR_INVALID_VALUE;
+    shim::launch(shim::Dim3{grid_x, grid_y, 1}, block_x, [&] { ((Function*)function)->run(arguments); });
+    return CUDA_SUCCESS;
+}
+struct LaunchConfig {
+    unsigned grid[3], block[3], dynamic_shared;
+    void* stream;
+    void* attributes;
+    unsigned attribute_count;
+};
+CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** arguments, void** extra) {
+    if (config->attribute_count) return CUDA_ERROR_INVALID_VALUE;
+    return cuLaunchKernel(function, config->grid[0], config->grid[1], config->grid[2], config->block[0],
+                          config->block[1], config->block[2], config->dynamic_shared, config->stream, arguments, extra);
+}
+
+// The next launches run their threads in another order.
+void stand_in_seed(uint64_t seed) { shim::seed = seed; }
+
+// Functions are asked for by name; what is not here is not found.
+CUresult cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int* status) {
+    static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    *function = dlsym(self, name);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+}
