@@ -72,7 +72,15 @@ def bench_set(
     comparisons = []
     for prompt in prompts:
         requests = [
-            Request(prompt, max_tokens, sampling, (), setting.proposer, setting.k, setting.nodes, setting.p_min)
+            Request(
+                prompt,
+                max_tokens,
+                sampling,
+                proposer=setting.proposer,
+                k=setting.k,
+                nodes=setting.nodes,
+                p_min=setting.p_min,
+            )
             for setting in settings
         ]
         comparisons.append(compare_all(runner, requests, repeats, progress))

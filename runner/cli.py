@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specrun.engines.errors import RequestError, SpecrunError, UnfitError
+from specrun.runner.grammar import Grammar
+from specrun.runner.processors import Processing
 from specrun.runner.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -97,6 +99,17 @@ filter_options = _options(
     click.option("--top-p", type=float, default=Sampling.top_p, show_default=True, help="1: off."),
     click.option("--top-k", type=int, default=Sampling.top_k, show_default=True, help="0: off."),
     click.option("--min-p", type=float, default=Sampling.min_p, show_default=True, help="0: off."),
+)
+processing_options = _options(
+    click.option("--logit-bias", multiple=True, metavar="TOKEN=BIAS", help="Added to a token id's logit."),
+    click.option("--repetition-penalty", type=float, default=Processing.repetition_penalty, show_default=True),
+    click.option("--frequency-penalty", type=float, default=Processing.frequency_penalty, show_default=True),
+    click.option("--presence-penalty", type=float, default=Processing.presence_penalty, show_default=True),
+    click.option("--min-tokens", type=int, default=Processing.min_tokens, show_default=True),
+    click.option("--allow-token", type=int, multiple=True, help="Only these token ids; may be repeated."),
+    click.option("--forbid-token", type=int, multiple=True, help="Never this token id; may be repeated."),
+    click.option("--json-schema", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Output is JSON."),
+    click.option("--regex", help="Output matches this regular expression (Rust's syntax)."),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -249,6 +262,14 @@ def info(bundle: Path, as_json: bool) -> None:
 @click.option("--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: greedy.")
 @filter_options
 @click.option("--seed", type=int, help="Random if not given; shown with the result.")
+@click.option(
+    "--accept",
+    default=Sampling.accept,
+    show_default=True,
+    help="coupled or rejection (other tokens than plain).",
+)
+@processing_options
+@click.option("--logprobs", type=int, help="With --json: log-probabilities of each token and of so many others.")
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--k", type=int, help="Positions drafted per round; default: as built.")
 @click.option("--nodes", type=int, help="Nodes of a proposed tree; default: as built.")
@@ -260,9 +281,11 @@ def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bo
     """Generate text with BUNDLE."""
     from specrun.runner.runner import Request, Runner
 
-    sampling = _sampling(options)
-    settings = {name: options[name] for name in ("max_tokens", "stop", "proposer", "k", "nodes", "p_min")}
-    request = Request((0,), sampling=sampling, **settings)  # before loading
+    if options["logprobs"] is not None and (comparing or not as_json):
+        raise RequestError("got --logprobs without --json, which prints them")
+    names = ("max_tokens", "stop", "proposer", "k", "nodes", "p_min", "logprobs")
+    settings = {name: options[name] for name in names}
+    request = Request((0,), sampling=_sampling(options), processing=_processing(options), **settings)  # before loading
     runner = Runner.open(bundle)
     request = replace(request, prompt_ids=runner.encode_chat(prompt) if chat else runner.encode(prompt))
     if comparing:
@@ -274,8 +297,35 @@ def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bo
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "accept")
     return Sampling(**{name: options[name] for name in names if name in options})
+
+
+def _processing(options: dict[str, Any]) -> Processing:
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens")
+    return Processing(
+        logit_bias=dict(map(_bias, options["logit_bias"])),
+        allowed_token_ids=frozenset(options["allow_token"]) or None,
+        forbidden_token_ids=frozenset(options["forbid_token"]),
+        grammar=_grammar(options["json_schema"], options["regex"]),
+        **{name: options[name] for name in names},
+    )
+
+
+def _bias(option: str) -> tuple[int, float]:
+    token, _, bias = option.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise RequestError(f"got --logit-bias {option}, expected a token id and a number, as in 42=-1.5") from error
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    if json_schema is not None and regex is not None:
+        raise RequestError("got --json-schema and --regex, expected one of them")
+    if json_schema is not None:
+        return Grammar("json_schema", json_schema.read_text(encoding="utf-8"))
+    return None if regex is None else Grammar("regex", regex)
 
 
 def _stream(runner: "Runner", request: "Request") -> int:

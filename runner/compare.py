@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from specrun.engines.errors import RequestError
+from specrun.runner.processors import Processing
 from specrun.runner.runner import Completion, Request, Runner
-from specrun.runner.sampling import Chooser
 
 # A call of another width adds its numbers in another order. Rows whose logits differ by more than this share
 # of the largest logit differ by more than that. Measured on SmolLM2-135M: 1.4e-6 for fp32, 8.4e-4 for fp16.
@@ -74,10 +75,15 @@ def compare_all(
     `requests` in turn. They differ in the way to speculate only. `progress` is called after each run.
     """
     sampling = requests[0].sampling.with_seed()
+    if sampling.rejects:
+        raise RequestError(
+            "under the rejection rule speculative output has the same distribution as plain output, but other tokens; "
+            "compare with accept rule coupled"
+        )
     requests = [replace(request, sampling=sampling) for request in requests]
     ways = [requests[0].plain(), *requests]
     for warm_up in ways:
-        runner.generate(replace(warm_up, max_tokens=2))
+        runner.generate(replace(warm_up, max_tokens=2, processing=Processing()))
     runs: list[list[Completion]] = [[] for _ in ways]
     for _ in range(repeats):
         for way, done in zip(ways, runs, strict=True):
@@ -113,7 +119,9 @@ def explain(runner: Runner, request: Request, plain: tuple[int, ...], speculativ
     position = len(request.prompt_ids) + index
     plain_row = _row(runner, request.plain(), position)
     speculative_row = _row(runner, request, position)
-    chooser = Chooser(request.sampling)
+    chooser = runner.chooser(request)
+    for token in plain[:index]:
+        chooser.commit(token)
     scores = chooser.noisy_scores(plain_row, position)
     # Rounding is to blame only if each run emitted what its own logits say.
     chosen = chooser.choose(plain_row, position), chooser.choose(speculative_row, position)
@@ -133,7 +141,7 @@ def explain(runner: Runner, request: Request, plain: tuple[int, ...], speculativ
 def _row(runner: Runner, request: Request, position: int) -> np.ndarray[Any, Any]:
     rows: dict[int, np.ndarray[Any, Any]] = {}
 
-    def observe(at: int, logits: np.ndarray[Any, Any]) -> None:
+    def observe(at: int, logits: np.ndarray[Any, Any], token: int) -> None:
         if at == position:
             rows[at] = logits.copy()
 

@@ -12,7 +12,6 @@ from specrun.engines.errors import SpecrunError, UnfitError
 
 Array = np.ndarray[Any, Any]
 GrammarKind = Literal["json_schema", "regex"]
-ANY_JSON_OBJECT = '{"type": "object"}'
 
 
 class GrammarError(SpecrunError):

@@ -24,8 +24,8 @@ class Limits:
     prefill_width: int
 
 
-# Called with the position of a new token and the logits it was chosen from.
-Observer = Callable[[int, np.ndarray[Any, Any]], None]
+# Called with the position of a new token, the logits it was chosen from, and the token.
+Observer = Callable[[int, np.ndarray[Any, Any], int], None]
 
 
 def decode(
@@ -69,7 +69,7 @@ def decode(
         rows = [0, *(node + 1 for node in verdict.path)]
         for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:
-                observe(len(tokens), output.logits[row])
+                observe(len(tokens), output.logits[row], token_id)
             chooser.commit(token_id)
             tokens.append(token_id)
             remaining -= 1

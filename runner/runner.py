@@ -1,9 +1,11 @@
 """A loaded bundle: text in, text out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specrun.engines import ort
 from specrun.engines.errors import RequestError
@@ -15,6 +17,7 @@ from specrun.engines.manifest import (
     NGRAM_FIRST,
     TARGET,
     TOKENIZER_FILE,
+    TREE_SUFFIX,
     Bundle,
     BundleError,
     ModelEntry,
@@ -23,8 +26,11 @@ from specrun.engines.pair import require_pair
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
 from specrun.runner.draft_sessions import DraftSessions
+from specrun.runner.grammar import GrammarCompiler
 from specrun.runner.kv_cache import KVCache
+from specrun.runner.logprobs import MAX_TOP, TokenLogprobs
 from specrun.runner.loop import Limits, Observer, decode
+from specrun.runner.processors import Processing, Processor
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.proposers.ngram_first import NGramFirst
@@ -33,6 +39,8 @@ from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
 from specrun.runner.types import FinishReason, Token
+
+Array = np.ndarray[Any, Any]
 
 NO_PROPOSER = "none"
 
@@ -44,6 +52,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
+    processing: Processing = field(default_factory=Processing)
+    logprobs: int | None = None  # how many of the likeliest tokens to report beside each emitted one; None: nothing
     stop: tuple[str, ...] = ()
     proposer: str | None = None  # "none" for plain decoding
     k: int | None = None  # positions ahead
@@ -59,6 +69,12 @@ class Request:
             raise RequestError(f"got {self.nodes} tree nodes, expected 1 or more")
         if self.p_min is not None and not 0 <= self.p_min < 1:
             raise RequestError(f"got p-min {self.p_min}, expected a probability below 1 (0: propose everything)")
+        if self.processing.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"got min-tokens {self.processing.min_tokens}, expected at most max-tokens, which is {self.max_tokens}"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP:
+            raise RequestError(f"got {self.logprobs} log-probabilities per token, expected 0 to {MAX_TOP}")
         if "" in self.stop:
             raise RequestError("got an empty stop string, expected at least one character")
         if not self.prompt_ids:
@@ -76,6 +92,7 @@ class Event:
     token: Token
     text: str
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None  # where the request asked for them
 
 
 @dataclass(frozen=True)
@@ -88,14 +105,17 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     statistics: Statistics
+    logprobs: tuple[TokenLogprobs, ...] | None  # of each of `ids`, where the request asked for them
 
     def to_json(self) -> dict[str, Any]:
+        logprobs = None if self.logprobs is None else [asdict(each) for each in self.logprobs]
         return {
             "ids": list(self.ids),
             "text": self.text,
             "tok_s": self.statistics.tok_s,
             "finish_reason": self.finish_reason,
             "seed": self.seed,
+            **({} if logprobs is None else {"logprobs": logprobs}),
             "statistics": self.statistics.to_json(),
         }
 
@@ -126,6 +146,7 @@ class Runner:
             share = manifest.draft.parameters / target.parameters
             require_pair(vocabulary, self._vocabulary(draft_tokenizer, manifest.draft), share)
         self._drafts = DraftSessions(bundle, self._target_cache)
+        self._grammars = GrammarCompiler(self.tokenizer, target.vocabulary_size, self._stop_token_ids)
 
     @classmethod
     def open(cls, path: Path) -> "Runner":
@@ -154,18 +175,38 @@ class Runner:
         text = chat.render(self._chat_template, messages, self.bundle.manifest.target.special_tokens)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)  # the template writes its own
 
+    def chooser(self, request: Request) -> Chooser:
+        """What chooses the tokens of `request`, before the first one. Raises RequestError or GrammarError."""
+        processing = request.processing
+        if processing.changes_nothing:
+            return Chooser(request.sampling)
+        size = self.bundle.manifest.target.vocabulary_size
+        processing.require_ids(size)
+        grammar = None if processing.grammar is None else self._grammars.start(processing.grammar)
+        processor = Processor(processing, request.prompt_ids, size, self._stop_token_ids, grammar)
+        return Chooser(request.sampling, processor)
+
     def stream(
         self, request: Request, statistics: Statistics | None = None, observe: Observer | None = None
     ) -> Iterator[Event]:
         """Generate, yielding each token as it is decided. The last event carries the finish reason.
 
-        `statistics` is filled in while it runs. Raises RequestError.
+        `statistics` is filled in while it runs. Raises RequestError, GrammarError or LogitsError.
         """
         self._require_room(request)
         statistics = statistics or Statistics()
-        chooser = Chooser(request.sampling.with_seed())
-        name = request.proposer or self.bundle.manifest.proposer
+        chooser = self.chooser(replace(request, sampling=request.sampling.with_seed()))
+        name = self._proposer_name(request)
         proposer = self._proposer(name, request)
+        logprobs: TokenLogprobs | None = None
+
+        def look(position: int, logits: Array, token: int) -> None:
+            nonlocal logprobs
+            if request.logprobs is not None:
+                logprobs = TokenLogprobs.of(logits, token, request.logprobs)
+            if observe is not None:
+                observe(position, logits, token)
+
         tokens = decode(
             self._target,
             proposer,
@@ -173,16 +214,16 @@ class Runner:
             chooser,
             self._limits(request, name),
             statistics,
-            observe,
+            look,
         )
-        text = TextStream(self.tokenizer, request.stop)
+        text = TextStream(self.tokenizer, request.stop, request.processing.min_tokens)
         for token in tokens:
             with statistics.timed("text"):
                 delta = text.push(token.id)
                 if token.finish_reason is not None:
                     delta += text.finish()
             finish = "stop" if text.stopped else token.finish_reason
-            yield Event(token, delta, finish)
+            yield Event(token, delta, finish, logprobs)
             if finish is not None:
                 return
 
@@ -191,6 +232,7 @@ class Runner:
         request = replace(request, sampling=request.sampling.with_seed())
         statistics = Statistics()
         events = list(self.stream(request, statistics, observe))
+        logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
         finish_reason, seed = events[-1].finish_reason, request.sampling.seed
         assert finish_reason is not None
         assert seed is not None
@@ -200,13 +242,28 @@ class Runner:
             finish_reason=finish_reason,
             seed=seed,
             statistics=statistics,
+            logprobs=None if request.logprobs is None else logprobs,
         )
+
+    @property
+    def _stop_token_ids(self) -> frozenset[int]:
+        return frozenset(self.bundle.manifest.target.stop_token_ids)
+
+    def _proposer_name(self, request: Request) -> str:
+        """The one asked for, or the bundle's; the rejection rule judges chains only."""
+        default = self.bundle.manifest.proposer
+        if not request.sampling.rejects:
+            return request.proposer or default
+        name = request.proposer or default.removesuffix(TREE_SUFFIX)
+        if name.endswith(TREE_SUFFIX):
+            raise RequestError(f"got proposer {name!r} with the rejection rule, which judges chains, not trees")
+        return name
 
     def _limits(self, request: Request, proposer: str) -> Limits:
         manifest = self.bundle.manifest
         return Limits(
             max_tokens=request.max_tokens,
-            stop_token_ids=frozenset(manifest.target.stop_token_ids),
+            stop_token_ids=self._stop_token_ids,
             k=manifest.positions(proposer) if request.k is None else request.k,
             prefill_width=manifest.widths[-1],
         )

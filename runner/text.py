@@ -19,9 +19,11 @@ class TextStream:
     DecodeStream; it fails on invalid byte tokens, and never gives out what is held back at the end.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+        """`stop`: strings that end the generation, in text beyond the first `min_tokens` tokens."""
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop_later = tuple(stop)
+        self._min_tokens = min_tokens
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = frozenset(token_id for token_id, token in added if token.special)
         self._ids: list[int] = []
@@ -60,6 +62,10 @@ class TextStream:
 
     def _decode(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+
+    @property
+    def _stop(self) -> tuple[str, ...]:
+        return self._stop_later if len(self._ids) >= self._min_tokens else ()
 
     def _release(self, final: bool) -> str:
         found = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]

@@ -53,7 +53,7 @@ CUresult cuGetErrorString(CUresult, const char** text) {
 }
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) {
-    *version = 13000;
+    *version = 13090;
     return CUDA_SUCCESS;
 }
 

@@ -35,7 +35,7 @@ def test_kernels_compile_for(architecture: str) -> None:
 def test_nothing_is_fused() -> None:
     """A fused multiply-add rounds once where the reference rounds twice."""
     text = compile_kernels("sm89", "ptx")
-    assert b"mul.f32" in text
+    assert b"mul.rn.f32" in text
     assert b"fma." not in text
 
 
