@@ -588,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             int token = tokens[row + 1];
             Words words = random_words(request.seed, request.position + row, REJECTION_STREAM, 0);
             double accepting = (double)(words.pairs[0] >> 11) * 1.1102230246251565e-16;  // 2^-53
+            if (token >= columns) break;  // a lookup may copy a padding id from the prompt
             float draft_prob = request.deterministic ? 1.0f : draft_probs[(size_t)row * columns + token];
             float target_prob = probability(values[(size_t)row * columns + token], summaries[row], request);
             if (!(accepting * (double)draft_prob < (double)target_prob)) break;

@@ -140,7 +140,7 @@ def _stages(statistics: Sequence[Statistics], tokens: int) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    return align([HEADER, *map(cells, rows)])
+    return align([HEADER, *map(cells, rows)], left=2)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -164,12 +164,12 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def align(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first two to the left, the others to the right."""
+def align(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Columns of text: the first `left` ones to the left, the others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
+            cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

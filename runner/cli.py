@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specrun.runner.bench import Row, Setting
     from specrun.runner.runner import Request, Runner
 
-EXIT_DIFFERENT = 1  # plain and speculative output differ by more than rounding
+EXIT_DIFFERENT = 1  # plain and speculative output differ by more than rounding, or another check of verify failed
 EXIT_USAGE = 2
 EXIT_REFUSED = 3  # bad input, or an unfit machine
 EXIT_INTERRUPTED = 130
@@ -458,6 +458,38 @@ def _bench_settings(runner: "Runner", options: dict[str, Any]) -> "list[Setting]
         for k in options["ks"] or (None,)
         for count in (nodes if proposer.endswith(TREE_SUFFIX) else nodes[:1])
     ]
+
+
+@cli.command()
+@bundle_argument
+@click.option("--set", "prompt_set", help="chat, code-editing, summarizing or a file; default: one prompt of each.")
+@click.option("--max-tokens", type=int, default=32, show_default=True, help="Of each output.")
+@json_option
+def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool) -> int:
+    """Prove on this machine that BUNDLE writes what its model alone would.
+
+    Every proposer and k against plain decoding, greedy and seeded, with penalties and a JSON schema; again after other
+    requests and after a restart; the distribution over seeds; whether drafts are accepted at all. A few minutes for a
+    small model. Exit code 1 if anything fails.
+    """
+    from specrun.runner import verify as verification
+    from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
+    from specrun.runner.runner import Runner
+
+    if max_tokens < 1:
+        raise RequestError(f"got max-tokens {max_tokens}, expected 1 or more")
+    prompts = load_prompt_set(prompt_set) if prompt_set else [load_prompt_set(name)[0] for name in PROMPT_SETS]
+    runner = Runner.open(bundle)
+    with click.progressbar(
+        length=verification.runs_of(runner, len(prompts)), label="generations", file=sys.stderr
+    ) as bar:
+        result = verification.verify(runner, prompts, max_tokens, progress=lambda: bar.update(1))
+    click.echo(json.dumps(result.to_json()) if as_json else verification.table(result))
+    if not as_json:
+        for report in result.proposers:
+            for divergence in report.divergences:
+                click.echo(f"{report.proposer}: {_describe(divergence)}")
+    return 0 if result.passed else EXIT_DIFFERENT
 
 
 def _report_writer() -> "Callable[[Sequence[Row], Bundle, Path], None]":

@@ -123,7 +123,8 @@ class Processor:
     def edits(self, tokens: Sequence[int] = ()) -> tuple[Array, Array, Array, Array]:
         """Tokens whose logits differ from the model's, ascending, and any of `tokens`: ids, biases, how often each
         was emitted, whether it was seen. What the kernels read (`engines/accept.cu`)."""
-        ids = np.union1d(self._edited, np.asarray(tokens, np.int64)) if self._penalizes else self._edited
+        known = [token for token in tokens if token < len(self._bias)]  # a lookup may copy padding ids
+        ids = np.union1d(self._edited, np.array(known, np.int64)) if self._penalizes else self._edited
         return ids, self._bias[ids], self._counts[ids], self._seen[ids]
 
     def commit(self, token: int) -> None:
@@ -141,11 +142,11 @@ class Processor:
         tokens, bias, counts, seen = self.edits(path)
         if not len(tokens):
             return
-        for token in path:
-            if self._penalizes:
-                at = np.searchsorted(tokens, token)
-                counts[at] += 1
-                seen[at] = True
+        if self._penalizes:
+            for token in path:
+                same = tokens == token
+                counts[same] += 1
+                seen |= same
         if ids is None:
             there = tokens < len(row)
             columns = tokens[there]

@@ -33,8 +33,9 @@ def accept_by_rejection(proposal: Proposal, logits: Array, chooser: Chooser, pos
             return Verdict(tuple(range(index)), _draw(mass, drawing))
         token = proposal.tokens[index]
         draft_probs = _draft_probs(proposal, index, len(target_probs))
+        known = token < len(target_probs)  # a lookup may copy a padding id from the prompt
         # Products of a 24-bit number and one of at most 53 bits, compared in double precision.
-        if not accepting * float(draft_probs[token]) < float(target_probs[token]):
+        if not (known and accepting * float(draft_probs[token]) < float(target_probs[token])):
             residual = np.maximum(target_probs - draft_probs, np.float32(0))
             residual_mass = (residual * np.float32(2.0**MASS_BITS)).astype(np.int64)
             return Verdict(tuple(range(index)), _draw(residual_mass if residual_mass.any() else mass, drawing))
@@ -44,7 +45,7 @@ def accept_by_rejection(proposal: Proposal, logits: Array, chooser: Chooser, pos
 def _draft_probs(proposal: Proposal, index: int, vocabulary_size: int) -> Array:
     probs = np.zeros(vocabulary_size, np.float32)
     if proposal.draft_probs is None:
-        probs[proposal.tokens[index]] = 1
+        probs[proposal.tokens[index] : proposal.tokens[index] + 1] = 1
     else:
         known = proposal.draft_probs[index]
         probs[: len(known)] = known

@@ -157,7 +157,7 @@ def _propose(case: Case, request: int, count: int, chain: bool, rng: np.random.G
         case.proposals[request] = proposal
         token = case.choice(request, parent + 1)
         if token < 0 or rng.random() < 0.3:
-            token = int(rng.integers(0, case.columns))
+            token = int(rng.integers(0, case.columns + 2))  # also ids that the target never chooses
         if token in proposal.children(parent):
             break
         proposal = Proposal((*proposal.tokens, token), (*proposal.parents, parent))
@@ -226,5 +226,7 @@ def _draw(chooser: Chooser, drafts: Array, position: int, sampled: bool) -> Prop
         tokens.append(int(guesses.tokens[0]))
         assert guesses.probs is not None
         probs.append(guesses.probs)
+    if tokens and not sampled:
+        tokens[-1] += int(drafts.shape[-1]) * (position % 2)  # a padding id, which the target never chooses
     chain = Proposal.chain(tokens)
     return Proposal(chain.tokens, chain.parents, tuple(probs)) if sampled and tokens else chain

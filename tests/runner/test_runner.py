@@ -200,7 +200,7 @@ def test_runner_needs_no_training_library(bundle: Bundle) -> None:
     """In a process where importing torch, transformers or onnx fails."""
     script = """
         import importlib, pkgutil, sys
-        for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"):
+        for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf", "cuda", "llguidance"):
             sys.modules[name] = None
         import specrun.runner
         for module in pkgutil.walk_packages(specrun.runner.__path__, "specrun.runner."):
