@@ -36,6 +36,8 @@ def examine() -> list[Finding]:
         Finding("memory available", "unknown" if memory is None else f"{memory / GIB:.1f} GiB", True),
         Finding("run on ONNX Runtime (CPU)", f"onnxruntime {ort.__version__}", can_run()),
         Finding("export and build", _missing(missing) if missing else f"torch {_version('torch')}", not missing),
+        Finding("output after a grammar", _found("llguidance", "grammar"), _version("llguidance") is not None),
+        Finding("kernels for GPUs", _found("nvidia-cuda-nvrtc", "gpu"), _version("nvidia-cuda-nvrtc") is not None),
         Finding("TensorRT-RTX", rtx or "not installed", rtx is not None),
         Finding("TensorRT", tensorrt or "not installed", tensorrt is not None),
         Finding("NVIDIA driver", "found" if gpu else "not found", gpu),
@@ -49,6 +51,10 @@ def can_run() -> bool:
 
 def _missing(names: list[str]) -> str:
     return f"lacks {', '.join(names)}; pip install 'specrun[export]'"
+
+
+def _found(package: str, extra: str) -> str:
+    return f"{package} {found}" if (found := _version(package)) else f"lacks {package}; pip install 'specrun[{extra}]'"
 
 
 def _version(package: str) -> str | None:

@@ -12,6 +12,8 @@ from specrun.engines.errors import SpecrunError, UnfitError
 
 Array = np.ndarray[Any, Any]
 GrammarKind = Literal["json_schema", "regex"]
+# Between the parts of a document. Without a bound a model can write blanks until its tokens run out.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
 
 
 class GrammarError(SpecrunError):
@@ -40,7 +42,7 @@ class GrammarCompiler:
         compiler = llguidance.LLMatcher
         try:
             if grammar.kind == "json_schema":
-                source = compiler.grammar_from_json_schema(grammar.text)
+                source = compiler.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS)
             else:
                 source = compiler.grammar_from_regex(grammar.text)
         except ValueError as error:

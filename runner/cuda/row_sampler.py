@@ -109,7 +109,7 @@ class RowSampler:
 
     def write(self, parts: Sequence[Part]) -> None:
         """Tell the device about the next call: one part a request, in order; fewer than the shape has leave the rest
-        idle."""
+        idle. What an earlier call gave must have been read: its inputs are written over."""
         if len(parts) > self.shape.requests:
             raise AssertionError(f"got {len(parts)} requests, the shape has {self.shape.requests}")
         self.requests.array["rows"] = 0

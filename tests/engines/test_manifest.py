@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specrun.engines.manifest import MANIFEST, Bundle, BundleError, Manifest
+from specrun.engines.manifest import FORMAT_VERSION, MANIFEST, Bundle, BundleError, Manifest
 from specrun.engines.schema import SchemaError, from_json, to_json
 
 
@@ -51,7 +51,7 @@ MANIFEST_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], type[Except
     "other version": (
         lambda data: data.update(format_version=1),
         BundleError,
-        "format_version 1, expected 3",
+        f"format_version 1, expected {FORMAT_VERSION}",
     ),
     "unknown head": (
         lambda data: data["heads"].update(oracle=HEAD | {"taps": []}),

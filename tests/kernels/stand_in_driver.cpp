@@ -40,6 +40,9 @@ struct Function {
 static std::map<std::string, Function> functions;
 static int context, pool, library, stream;  // their addresses are handles
 static void* current;
+using Graph = std::vector<std::function<void()>>;
+static Graph graph;  // the one that is being captured, or was last
+static bool capturing = false;
 
 extern "C" {
 
@@ -84,13 +87,6 @@ CUresult cuCtxGetCurrent(void** handle) {
     *handle = current;
     return CUDA_SUCCESS;
 }
-CUresult cuCtxGetDevice(int* device) {
-    *device = 0;
-    return CUDA_SUCCESS;
-}
-CUresult cuCtxPushCurrent(void* handle) { return cuCtxSetCurrent(handle); }
-CUresult cuCtxPopCurrent(void** handle) { return cuCtxGetCurrent(handle); }
-CUresult cuCtxSynchronize() { return CUDA_SUCCESS; }
 
 // Streams: everything is done before the call returns.
 CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
@@ -102,18 +98,67 @@ CUresult cuStreamCreateWithPriority(void** handle, unsigned, int) {
     return CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy(void*) { return CUDA_SUCCESS; }
-CUresult cuStreamSynchronize(void*) { return CUDA_SUCCESS; }
-CUresult cuStreamGetCtx(void*, void** handle) {
-    *handle = &context;
-    return CUDA_SUCCESS;
-}
+CUresult cuStreamSynchronize(void*) { return capturing ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 CUresult cuStreamIsCapturing(void*, int* status) {
-    *status = 0;
+    *status = capturing;
     return CUDA_SUCCESS;
 }
 
+// Graphs: while a stream is captured its launches are only written down. Anything else is refused then.
+CUresult cuStreamBeginCapture(void*, int) {
+    if (capturing) return CUDA_ERROR_INVALID_VALUE;
+    capturing = true;
+    graph.clear();
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamEndCapture(void*, void** handle) {
+    capturing = false;
+    *handle = &graph;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamGetCaptureInfo(void*, int* status, uint64_t* id, void** handle, const void** nodes, void** edges,
+                                size_t* count) {
+    *status = capturing;
+    if (id) *id = 1;
+    if (handle) *handle = &graph;
+    if (nodes) *nodes = nullptr;
+    if (edges) *edges = nullptr;
+    if (count) *count = 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphInstantiateWithFlags(void** executable, void*, uint64_t) {
+    *executable = new Graph(graph);
+    return CUDA_SUCCESS;
+}
+struct InstantiateParameters {
+    uint64_t flags;
+    void* upload_stream;
+    void* error_node;
+    int result;
+};
+CUresult cuGraphInstantiateWithParams(void** executable, void*, InstantiateParameters* parameters) {
+    parameters->result = 0;
+    return cuGraphInstantiateWithFlags(executable, nullptr, parameters->flags);
+}
+CUresult cuGraphLaunch(void* executable, void*) {
+    for (const std::function<void()>& launch : *(Graph*)executable) launch();
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphExecDestroy(void* executable) {
+    delete (Graph*)executable;
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphDestroy(void*) { return CUDA_SUCCESS; }
+CUresult cuUserObjectCreate(void** object, void*, void (*)(void*), unsigned, unsigned) {
+    *object = &graph;
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphRetainUserObject(void*, void*, unsigned, unsigned) { return CUDA_SUCCESS; }
+CUresult cuGraphReleaseUserObject(void*, void*, unsigned) { return CUDA_SUCCESS; }
+
 // Memory. Rubbish in what is new, as on a device.
 static CUresult allocate(void** memory, size_t size) {
+    if (capturing) return CUDA_ERROR_INVALID_VALUE;
     *memory = malloc(size ? size : 1);
     memset(*memory, 0xab, size);
     return CUDA_SUCCESS;
@@ -122,27 +167,25 @@ CUresult cuDeviceGetMemPool(void** handle, int) {
     *handle = &pool;
     return CUDA_SUCCESS;
 }
-CUresult cuDeviceGetDefaultMemPool(void** handle, int) { return cuDeviceGetMemPool(handle, 0); }
-CUresult cuMemGetMemPool(void** handle, void*, int) { return cuDeviceGetMemPool(handle, 0); }
 CUresult cuMemPoolGetAttribute(void*, int, void* value) {
     *(uint64_t*)value = 0;
     return CUDA_SUCCESS;
 }
 CUresult cuMemPoolSetAttribute(void*, int, void*) { return CUDA_SUCCESS; }
 CUresult cuMemAllocFromPoolAsync(void** memory, size_t size, void*, void*) { return allocate(memory, size); }
-CUresult cuMemAllocAsync(void** memory, size_t size, void*) { return allocate(memory, size); }
 CUresult cuMemFreeAsync(void* memory, void*) {
     free(memory);
     return CUDA_SUCCESS;
 }
 CUresult cuMemAllocHost(void** memory, size_t size) { return allocate(memory, size); }
-CUresult cuMemHostAlloc(void** memory, size_t size, unsigned) { return allocate(memory, size); }
 CUresult cuMemFreeHost(void* memory) { return cuMemFreeAsync(memory, nullptr); }
 CUresult cuMemcpyAsync(void* to, const void* from, size_t size, void*) {
+    if (capturing) return CUDA_ERROR_INVALID_VALUE;
     memcpy(to, from, size);
     return CUDA_SUCCESS;
 }
 CUresult cuMemsetD8Async(void* to, unsigned char value, size_t size, void*) {
+    if (capturing) return CUDA_ERROR_INVALID_VALUE;
     memset(to, value, size);
     return CUDA_SUCCESS;
 }
@@ -153,7 +196,6 @@ CUresult cuLibraryLoadData(void** handle, const void* image, void*, void**, unsi
     *handle = &library;
     return CUDA_SUCCESS;
 }
-CUresult cuLibraryUnload(void*) { return CUDA_SUCCESS; }
 CUresult cuLibraryGetKernel(void** handle, void*, const char* name) {
     auto found = kernels.find(name);
     if (found == kernels.end()) return CUDA_ERROR_NOT_FOUND;
@@ -161,15 +203,22 @@ CUresult cuLibraryGetKernel(void** handle, void*, const char* name) {
     *handle = &functions[name];
     return CUDA_SUCCESS;
 }
-CUresult cuKernelGetFunction(void** function, void* kernel) {
-    *function = kernel;
-    return CUDA_SUCCESS;
-}
 CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                         unsigned block_y, unsigned block_z, unsigned dynamic_shared, void*, void** arguments, void**) {
     if (grid_z != 1 || block_y != 1 || block_z != 1 || block_x % 32 || block_x > 1024 || dynamic_shared)
         return CUDA_ERROR_INVALID_VALUE;
-    shim::launch(shim::Dim3{grid_x, grid_y, 1}, block_x, [&] { ((Function*)function)->run(arguments); });
+    const Function& called = *(Function*)function;
+    if (!capturing) {
+        shim::launch(shim::Dim3{grid_x, grid_y, 1}, block_x, [&] { called.run(arguments); });
+        return CUDA_SUCCESS;
+    }
+    std::vector<uint64_t> values(called.sizes.size());
+    for (size_t i = 0; i < values.size(); i++) memcpy(&values[i], arguments[i], called.sizes[i]);
+    graph.push_back([=, &called]() mutable {
+        std::vector<void*> at;
+        for (uint64_t& value : values) at.push_back(&value);
+        shim::launch(shim::Dim3{grid_x, grid_y, 1}, block_x, [&] { called.run(at.data()); });
+    });
     return CUDA_SUCCESS;
 }
 struct LaunchConfig {

@@ -261,3 +261,36 @@ def check_verdicts(acceptor: CudaAcceptor, case: Case, index: int) -> None:
             assert got[request, 1] == -1, (index, request)
         else:
             assert got[request, : len(wanted)].tolist() == wanted, (index, request)
+
+
+def test_a_captured_graph_serves_other_requests(driver: Driver) -> None:
+    """Launches alone are captured; what changes from round to round lies in device memory."""
+    rng = np.random.default_rng(4)
+    first, second = (
+        Case(
+            (rng.standard_normal((2, 4, 500)) * 3).astype(np.float32),
+            "float32",
+            500,
+            [Chooser(Sampling(1.0, top_p=0.9, seed=seed)), Chooser(Sampling(seed=seed))],
+            [seed, 10 * seed],
+            [EMPTY, EMPTY],
+        )
+        for seed in (1, 2)
+    )
+    for case in (first, second):
+        for request in range(2):
+            case.proposals[request] = Proposal.chain([case.choice(request, 0), 7])
+    sampler = sampler_of(driver, first, LAUNCHES[1])
+    acceptor = CudaAcceptor(sampler, driver.device, driver.stream)
+    logits = driver.upload(first.logits)
+    sampler.write(parts_of(first))
+    acceptor.launch(int(logits.handle))  # loads the kernels
+    builder = driver.stream.create_graph_builder().begin_building()
+    acceptor.launch(int(logits.handle))
+    graph = builder.end_building().complete()
+    for case in (second, first):
+        logits.copy_from(driver.upload(case.logits), stream=driver.stream)
+        sampler.write(parts_of(case))
+        graph.launch(driver.stream)
+        check_verdicts(acceptor, case, 0)
+    assert expected_numbers(first, 0) != expected_numbers(second, 0)

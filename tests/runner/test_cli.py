@@ -63,6 +63,42 @@ def test_generate_json_equals_streamed_text(specrun: Specrun, bundle: Bundle) ->
     assert len(result["ids"]) == 12
 
 
+def test_generate_follows_a_schema_and_reports_log_probabilities(
+    specrun: Specrun, bundle: Bundle, tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [[1, 2], {"the": "nose"}]}')
+    options = (
+        "--json-schema",
+        schema,
+        "--logprobs",
+        2,
+        "--presence-penalty",
+        0.5,
+        "--logit-bias",
+        "7=-1.5",
+        "--max-tokens",
+        200,
+    )
+    code, out, _ = specrun("generate", bundle.path, "--prompt", PROMPT, *options, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert json.loads(result["text"]) in ([1, 2], {"the": "nose"})
+    assert len(result["logprobs"]) == len(result["ids"])
+    for token in result["logprobs"]:
+        assert token["logprob"] < 0
+        assert len(token["top"]) == 2
+
+
+def test_generate_by_the_rejection_rule(specrun: Specrun, bundle: Bundle) -> None:
+    options = ("--prompt", PROMPT, "--temperature", 1, "--seed", 3, "--accept", "rejection", "--json")
+    outputs = [specrun("generate", bundle.path, *options)[1] for _ in range(2)]
+    assert json.loads(outputs[0])["ids"] == json.loads(outputs[1])["ids"]
+    code, _, err = specrun("generate", bundle.path, *options, "--compare")
+    assert code == cli.EXIT_REFUSED
+    assert "other tokens" in err
+
+
 def test_compare_json_has_the_promised_keys(specrun: Specrun, bundle: Bundle) -> None:
     code, out, _ = specrun("generate", bundle.path, "--prompt", PROMPT, "--max-tokens", 12, "--compare", "--json")
     result = json.loads(out)
@@ -180,6 +216,8 @@ def test_doctor(specrun: Specrun) -> None:
     assert code == 0
     assert "ok  run on ONNX Runtime (CPU)" in out
     assert "ok  export and build" in out
+    assert "ok  output after a grammar" in out
+    assert "ok  kernels for GPUs" in out
 
 
 def test_export_then_build_then_generate(specrun: Specrun, target_checkpoint: Path, tmp_path: Path) -> None:
@@ -232,6 +270,7 @@ def other_family(directory: Path) -> Path:
 
 
 LONG = "serving " * 300
+PROMPT_SET_FILE = Path(cli.__file__).parent / "prompts" / "chat.json"  # a file that is there
 Case = Callable[[Bundle, Path, Path], list[object]]
 
 
@@ -240,6 +279,10 @@ def other_target(path: Path) -> Path:
     weights = {name: value[..., :32] for name, value in tiny_heads.medusa_weights().items() if "bias" not in name}
     weights |= {name: value for name, value in tiny_heads.medusa_weights().items() if "bias" in name}
     return tiny_heads.write(path, {"medusa_num_heads": 3}, weights)
+
+
+def generating(*options: object) -> Case:
+    return lambda bundle, target, path: ["generate", bundle.path, "--prompt", "x", *options]
 
 
 BAD_INPUTS: dict[str, tuple[Case, str]] = {
@@ -308,6 +351,21 @@ BAD_INPUTS: dict[str, tuple[Case, str]] = {
     "unknown option": (lambda b, t, p: ["generate", b.path, "--propmt", "x"], "--propmt"),
     "missing option": (lambda b, t, p: ["generate", b.path], "--prompt"),
     "not a number": (lambda b, t, p: ["generate", b.path, "--prompt", "x", "--k", "two"], "two"),
+    "bias without a number": (generating("--logit-bias", "5=much"), "--logit-bias 5=much"),
+    "bias of an unknown token": (generating("--logit-bias", "5000=1"), "token id 5000"),
+    "penalty": (generating("--frequency-penalty", 3), "frequency_penalty 3.0"),
+    "min-tokens": (generating("--min-tokens", 500), "min-tokens 500"),
+    "two grammars": (generating("--regex", "a", "--json-schema", PROMPT_SET_FILE), "--json-schema and --regex"),
+    "regular expression": (generating("--regex", "[a-"), "regex that cannot be used"),
+    "log-probabilities without JSON": (generating("--logprobs", 2), "--logprobs without --json"),
+    "too many log-probabilities": (generating("--logprobs", 21, "--json"), "21 log-probabilities"),
+    "accept rule": (generating("--accept", "always"), "accept rule 'always'"),
+    "tree under the rejection rule": (
+        generating("--accept", "rejection", "--temperature", 1, "--proposer", "draft_model_tree"),
+        "judges chains",
+    ),
+    "GPU": (lambda b, t, p: ["build", t, "--out", p / "out", "--gpu", "sm70"], "GPU 'sm70'"),
+    "nothing to verify": (lambda b, t, p: ["verify", b.path, "--max-tokens", 0], "max-tokens 0"),
     "unknown prompt set": (lambda b, t, p: ["bench", b.path, "--set", "poems"], "poems"),
 }
 

@@ -27,8 +27,9 @@ SCHEMA = {
     },
     "required": ["name", "n", "on"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a random model would write spaces for ever
+    "x-guidance": {"whitespace_flexible": False},  # a random model would write many
 }
+CLOSED = {"additionalProperties": False}
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
 SAMPLINGS = [Sampling(seed=1), Sampling(temperature=1.0, seed=2), Sampling(temperature=1.0, top_p=0.9, seed=3)]
 PROCESSINGS = {
@@ -227,3 +228,14 @@ def test_a_draft_follows_the_grammar_and_the_penalties(twin_runner: Runner) -> N
         statistics = twin_runner.generate(asked).statistics
         assert statistics.accepted_at == statistics.proposed_at
         assert statistics.proposed_at.total() > 5
+
+
+def test_blanks_do_not_go_on_for_ever(heads_runner: Runner) -> None:
+    """A model that would write nothing but blanks still ends its document."""
+    blanks = [heads_runner.encode(blank)[0] for blank in (" ", "\n", "\t", "\r")]
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]} | CLOSED)
+    processing = Processing(grammar=Grammar("json_schema", schema), logit_bias=dict.fromkeys(blanks, 50.0))
+    completion = heads_runner.generate(request(processing=processing, max_tokens=200))
+    assert completion.finish_reason == "stop"
+    assert len(completion.ids) > 60
+    assert json.loads(completion.text)["a"] in (1, 2)
