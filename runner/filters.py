@@ -112,4 +112,4 @@ def _nucleus_end(logits: Array, top: np.float32, policy: Policy) -> np.float32:
         reached = mass(scores(best, top, policy)).cumsum()
         if reached[-1] >= needed:
             return np.float32(best[np.searchsorted(reached, needed)])
-    return np.float32(logits.min())  # rounding of top_p * total, next to 1, asked for more than there is
+    return FLOAT32.min  # rounding of top_p * total, next to 1, asked for more than there is
