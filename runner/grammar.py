@@ -1,5 +1,6 @@
 """Output that follows a grammar: which tokens may come next. llguidance does the parsing."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from specrun.engines.errors import SpecrunError, UnfitError
 Array = np.ndarray[Any, Any]
 GrammarKind = Literal["json_schema", "regex"]
 # Between the parts of a document. Without a bound a model can write blanks until its tokens run out.
+OWN_OPTIONS = "x-guidance"
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
 
 
@@ -42,7 +44,12 @@ class GrammarCompiler:
         compiler = llguidance.LLMatcher
         try:
             if grammar.kind == "json_schema":
-                source = compiler.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS)
+                schema = json.loads(grammar.text)
+                if not isinstance(schema, dict):
+                    raise ValueError("expected a JSON object")
+                # A schema with options of its own (x-guidance) says itself how it wants its blanks.
+                options = None if OWN_OPTIONS in schema else JSON_OPTIONS
+                source = compiler.grammar_from_json_schema(schema, defaults=options)
             else:
                 source = compiler.grammar_from_regex(grammar.text)
         except ValueError as error:

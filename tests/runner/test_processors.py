@@ -204,6 +204,7 @@ def test_log_probabilities_end_with_the_stop_string(twin_runner: Runner) -> None
         ({"logit_bias": {300: 1.0}}, "token id 300, expected 0 to 299"),
         ({"grammar": Grammar("regex", "[a-")}, "regex that cannot be used"),
         ({"grammar": Grammar("json_schema", "{")}, "json_schema that cannot be"),
+        ({"grammar": Grammar("json_schema", "5")}, "json_schema that cannot be"),
         ({"grammar": Grammar("json_schema", '{"type": "spam"}')}, "json_schema that cannot be used"),
     ],
 )
