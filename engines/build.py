@@ -6,15 +6,22 @@ import logging
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
+import specrun.calibration
 import specrun.export
+from specrun.calibration.activations import collect
+from specrun.calibration.corpus import Corpus
+from specrun.calibration.plan import make_plan
+from specrun.calibration.products import Graph
+from specrun.calibration.quality import describe, measure, require_quality
 from specrun.calibration.texts import TEXTS
 from specrun.engines import ort
 from specrun.engines.accept_kernels import architecture_file, compile_kernels, require_architecture
@@ -47,18 +54,22 @@ from specrun.engines.manifest import (
     HeadEntry,
     Manifest,
     ModelEntry,
+    Quality,
     file_entries,
     write_manifest,
 )
 from specrun.engines.memory import require_room
 from specrun.engines.pair import require_pair
+from specrun.engines.precision import PRECISIONS, Compile
 from specrun.engines.schema import SchemaError
 from specrun.engines.shared_weights import share_weights
 from specrun.engines.staging import staged_directory
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
+from specrun.engines.whole_text import MAX_TEXT_TOKENS
 from specrun.export.checkpoint import Checkpoint
 from specrun.export.family import context_of
-from specrun.export.graph import PRECISIONS, write_export
+from specrun.export.graph import PRECISIONS as DTYPES
+from specrun.export.graph import write_export
 from specrun.export.head_graph import write_head
 from specrun.export.heads import Head, HeadCheckpoint, target_shape
 from specrun.export.taps import add_taps
@@ -86,7 +97,9 @@ class BuildOptions:
     k: int = 4
     nodes: int = 16  # of a proposed tree
     p_min: float = 0.1  # on a CPU one more row of a verification costs about a twentieth of a plain step
-    precision: str = "fp32"
+    precision: str = "fp32"  # a name of engines/precision.py
+    text: Path | None = None  # to measure a quantized model with; None: built-in
+    accept_quality_loss: bool = False  # build a quantized model however much it lost
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
     gpus: tuple[str, ...] = ()  # architectures to compile the accept step for: "sm89"
 
@@ -103,6 +116,14 @@ class BuildOptions:
             raise BuildError(f"got capacity {self.capacity}, expected more than k + 1 = {self.k + 1} tokens")
         for gpu in self.gpus:
             require_architecture(gpu)
+
+    @property
+    def export_precision(self) -> str:
+        return PRECISIONS[self.precision].export
+
+    @property
+    def quantized(self) -> bool:
+        return PRECISIONS[self.precision].quantized
 
 
 @dataclass(frozen=True)
@@ -189,7 +210,7 @@ class Drafts:
             elif head is not None:
                 kind, draft = head.kind, head
             else:
-                kind, draft = DRAFT_MODEL, Source.open(option, options.precision, downloads)
+                kind, draft = DRAFT_MODEL, Source.open(option, options.export_precision, downloads)
             if kind in found:
                 raise BuildError(f"got two drafts of the kind {kind}, the second is {option}; a bundle has one of each")
             found[kind] = draft
@@ -197,7 +218,8 @@ class Drafts:
             model=found.get(DRAFT_MODEL),
             heads=tuple(found[kind] for kind in (MEDUSA, EAGLE, EAGLE3) if kind in found),
             early_exit=found.get(EARLY_EXIT),
-            proposer=NGRAM_FIRST + next(iter(found)) + TREE_SUFFIX if found else NGRAM,
+            # No trees with quantized targets; see Runner.proposers.
+            proposer=NGRAM_FIRST + next(iter(found)) + ("" if options.quantized else TREE_SUFFIX) if found else NGRAM,
         )
 
     def fingerprint(self) -> str:
@@ -211,7 +233,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     Returns False if the bundle was already there, made from the same inputs, and is intact.
     Raises an error of `engines` or `export` that says what is wrong.
     """
-    target = Source.open(options.model, options.precision, downloads)
+    target = Source.open(options.model, options.export_precision, downloads)
     drafts = Drafts.open(options, downloads)
     capacity = options.capacity or min(DEFAULT_CAPACITY, target.context.positions)
     target.context.require(capacity, target.name)
@@ -232,7 +254,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
             directory,
         )
         taps = tuple(sorted({tap for head, _ in heads.values() for tap in head.taps}))
-        card, entries = _add_target(target, taps, drafts, directory, options)
+        card, entries, quality = _add_target(target, taps, drafts, directory, options)
         for kind, (head, name) in heads.items():
             entries[kind] = _add_head(kind, head, name, directory, options, capacity)
         draft_card = _add_model(drafts.model, DRAFT, directory, options) if drafts.model else None
@@ -244,6 +266,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 format_version=FORMAT_VERSION,
                 backend=ort.NAME,
                 precision=options.precision,
+                quality=quality,
                 capacity=capacity,
                 draft_capacity=min(capacity, drafts.model.context.limit) if drafts.model else 0,
                 k=options.k,
@@ -291,7 +314,7 @@ def _load_heads(target: Source, drafts: Drafts) -> dict[str, tuple[Head, str]]:
 
 def _add_target(
     source: Source, taps: tuple[int, ...], drafts: Drafts, bundle: Path, options: BuildOptions
-) -> tuple[ExportCard, dict[str, HeadEntry]]:
+) -> tuple[ExportCard, dict[str, HeadEntry], Quality | None]:
     """Put the compiled target into the bundle, with the outputs that heads read and the early exit if it has one."""
     with _exported(source, TARGET, bundle, options) as export:
         card = ExportCard.read(export)
@@ -302,27 +325,84 @@ def _add_target(
             add_taps(tapped, replace(card.model.signature, taps=taps))
             ir.save(tapped, graph)  # on the export's weights
             del tapped
-        _compile(graph, TARGET, directory)
+        compile_graph = _compiler(graph, TARGET, directory, card.model, options)
+        compile_graph(graph, directory / ENGINE_FILE)
+        quality = _measure(graph, directory, card.model, options) if options.quantized else None
         if taps:
             graph.unlink()
         if drafts.early_exit is None:
-            return card, {}
-        entry = _add_exit(drafts.early_exit, export, directory, card.model, options)
-        return card, {EARLY_EXIT: entry}
+            return card, {}, quality
+        entry = _add_exit(drafts.early_exit, export, directory, card.model, options, compile_graph)
+        return card, {EARLY_EXIT: entry}, quality
+
+
+def _compiler(graph: Path, name: str, directory: Path, model: ModelEntry, options: BuildOptions) -> Compile:
+    """What compiles the graph of a model and those cut out of it, calibrated where the precision asks for it."""
+    precision = PRECISIONS[options.precision]
+    logger.info("%s: compiling for ONNX Runtime, %s", name, precision.name)
+    if not precision.activations:
+        return precision.compile
+    windows = _corpus(directory, model, options).calibration
+    activations = collect(graph, model.signature, windows, directory, _progress(f"{name}: calibrating", len(windows)))
+    plan = make_plan(Graph(graph), activations, _progress(f"{name}: searching scales", len(activations)))
+    kept = [activation for activation, each in plan.items() if not each.quantized]
+    logger.info("%s: %d of %d activations in 8 bits, the others too sensitive", name, len(plan) - len(kept), len(plan))
+    return partial(precision.compile, plan=plan)
+
+
+def _corpus(directory: Path, model: ModelEntry, options: BuildOptions) -> Corpus:
+    longest = min(MAX_TEXT_TOKENS, model.context.limit)
+    return Corpus.of(load_tokenizer(directory / TOKENIZER_FILE), options.text, longest)
+
+
+def _progress(what: str, count: int) -> Callable[[int], None]:
+    def report(done: int) -> None:
+        if done % max(1, count // 4) == 0 or done == count:
+            logger.info("%s: %d of %d", what, done, count)
+
+    return report
+
+
+def _measure(graph: Path, directory: Path, model: ModelEntry, options: BuildOptions) -> Quality:
+    """Compare the quantized target with the unquantized one. Raises QualityError unless told otherwise."""
+    windows = _corpus(directory, model, options).held_out
+    reference = directory / "reference.onnx"
+    ort.compile_graph(graph, reference)
+    progress = _progress(f"{TARGET}: measuring what was lost, windows of text", len(windows))
+    quality = measure(reference, directory / ENGINE_FILE, model.signature, windows, model.vocabulary_size, progress)
+    for file in directory.glob(f"{reference.name}*"):
+        file.unlink()
+    logger.info("%s: %s", model.name, describe(quality))
+    if not options.accept_quality_loss:
+        require_quality(quality, model.name, options.precision)
+    return quality
 
 
 def _add_exit(
-    asked: tuple[int, ...] | int, export: Path, directory: Path, model: ModelEntry, options: BuildOptions
+    asked: tuple[int, ...] | int,
+    export: Path,
+    directory: Path,
+    model: ModelEntry,
+    options: BuildOptions,
+    compile_graph: Compile,
 ) -> HeadEntry:
     signature = model.signature
     if asked == 0:
         tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
         texts = [tokenizer.encode(text).ids for text in TEXTS]
-        skipped = choose_exit(export / ENGINE_FILE, directory / ENGINE_FILE, signature, texts, options.k, directory)
+        skipped = choose_exit(
+            export / ENGINE_FILE,
+            directory / ENGINE_FILE,
+            signature,
+            texts,
+            options.k,
+            directory,
+            compile_graph,
+        )
     else:
         skipped = skipped_layers(asked, signature.num_layers)
     signature = replace(signature, skipped=skipped)
-    compile_exit(export / ENGINE_FILE, directory / EARLY_EXIT_FILE, signature)
+    compile_exit(export / ENGINE_FILE, directory / EARLY_EXIT_FILE, signature, compile_graph)
     own = share_weights(directory / EARLY_EXIT_FILE, directory / ENGINE_FILE)
     kept = signature.num_layers - len(skipped)
     logger.info("early exit: %d of %d layers, %d bytes of weights of its own", kept, signature.num_layers, own)
@@ -342,9 +422,9 @@ def _add_head(kind: str, head: Head, name: str, bundle: Path, options: BuildOpti
     directory, export = bundle / kind, bundle / f"{kind}-export"
     directory.mkdir()
     export.mkdir()
-    entry = write_head(head, name, export, PRECISIONS[options.precision], capacity)
+    entry = write_head(head, name, export, DTYPES[options.export_precision], capacity)
     for file in sorted(export.glob("*.onnx")):
-        ort.compile_graph(file, directory / file.name)
+        PRECISIONS[options.precision].compile(file, directory / file.name)
     if entry.reduced_vocabulary:
         shutil.copyfile(export / VOCABULARY_FILE, directory / VOCABULARY_FILE)
     shutil.rmtree(export)
@@ -354,15 +434,16 @@ def _add_head(kind: str, head: Head, name: str, bundle: Path, options: BuildOpti
 def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -> ExportCard:
     """Put one compiled model and its tokenizer into `bundle`/`name`."""
     with _exported(source, name, bundle, options) as export:
-        _compile(export / ENGINE_FILE, name, bundle / name)
-        return ExportCard.read(export)
+        card, graph = ExportCard.read(export), export / ENGINE_FILE
+        _compiler(graph, name, bundle / name, card.model, options)(graph, bundle / name / ENGINE_FILE)
+        return card
 
 
 @contextlib.contextmanager
 def _exported(source: Source, name: str, bundle: Path, options: BuildOptions) -> Iterator[Path]:
     """The export of `source`, gone again afterwards if it was made for this; its tokenizer is in `bundle`/`name`."""
     scratch = bundle / f"{name}-export"
-    export = source.exported(scratch, options.precision)
+    export = source.exported(scratch, options.export_precision)
     directory = bundle / name
     directory.mkdir()
     for file in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE):
@@ -372,21 +453,15 @@ def _exported(source: Source, name: str, bundle: Path, options: BuildOptions) ->
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _compile(graph: Path, name: str, directory: Path) -> None:
-    logger.info("%s: optimizing for ONNX Runtime", name)
-    ort.compile_graph(graph, directory / ENGINE_FILE)
-
-
 def _fingerprint(options: BuildOptions, target: Source, drafts: Drafts) -> str:
     """Of everything that shapes the bundle: weights, options, the code of both stages, library versions."""
-    code = [
-        file
-        for stage in (Path(__file__).parent, Path(specrun.export.__file__).parent)
-        for file in sorted([*stage.glob("*.py"), *stage.glob("*.cu")])
-    ]
+    stages = (__file__, specrun.export.__file__, specrun.calibration.__file__)
+    folders = [Path(file).parent for file in stages if file is not None]
+    code = [file for folder in folders for file in sorted([*folder.glob("*.py"), *folder.glob("*.cu")])]
     parts = [
         target.fingerprint,
         drafts.fingerprint(),
+        f"{options.accept_quality_loss} {FileEntry.of(options.text).sha256 if options.text else ''}",
         f"{options.k} {options.nodes} {options.p_min} {options.precision} {options.capacity} {options.gpus}",
         *(FileEntry.of(file).sha256 for file in code),
         *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),

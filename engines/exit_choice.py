@@ -2,29 +2,17 @@
 
 import logging
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 
-from specrun.engines import ort
 from specrun.engines.errors import SpecrunError
-from specrun.engines.signature import (
-    CACHE_LENGTH,
-    INPUT_IDS,
-    LOGITS,
-    POSITION_IDS,
-    TREE_MASK,
-    Signature,
-    past,
-    present,
-)
+from specrun.engines.precision import Compile
+from specrun.engines.signature import Signature
+from specrun.engines.whole_text import WholeTextModel
 from specrun.export.early_exit import skip_layers
 
 logger = logging.getLogger(__name__)
@@ -32,8 +20,6 @@ logger = logging.getLogger(__name__)
 EARLY_EXIT, SKIP = "early-exit", "skip"
 # Layers kept, as shares of all: what is tried where the user leaves the choice to the build.
 SHARES = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
-TIMED_CALLS = 9
-MAX_TEXT_TOKENS = 256
 
 
 class EarlyExitError(SpecrunError):
@@ -71,24 +57,30 @@ def skipped_layers(asked: tuple[int, ...] | int, num_layers: int) -> tuple[int, 
     return skipped
 
 
-def compile_exit(export: Path, engine: Path, signature: Signature) -> None:
+def compile_exit(export: Path, engine: Path, signature: Signature, compile_graph: Compile) -> None:
     """The engine of the early exit that `signature.skipped` describes, from an exported target."""
     graph = ir.load(export)
     skip_layers(graph, signature)
     cut = export.with_name("early_exit.onnx")
     ir.save(graph, cut)  # on the export's weights
     del graph
-    ort.compile_graph(cut, engine)
+    compile_graph(cut, engine)
     cut.unlink()
 
 
 def choose_exit(
-    export: Path, target_engine: Path, signature: Signature, texts: Sequence[Sequence[int]], k: int, scratch: Path
+    export: Path,
+    target_engine: Path,
+    signature: Signature,
+    texts: Sequence[Sequence[int]],
+    k: int,
+    scratch: Path,
+    compile_graph: Compile,
 ) -> tuple[int, ...]:
     """The early exit that promises the largest speed-up on `texts`, token ids each: how often it agrees with the
     target's greedy choice, against its share of the target's time."""
     plain = replace(signature, taps=())
-    target = _Model(target_engine, plain)
+    target = WholeTextModel(target_engine, plain)
     wanted = [target.choices(text) for text in texts]
     step = target.step_seconds()
     best: tuple[float, tuple[int, ...]] | None = None
@@ -98,8 +90,8 @@ def choose_exit(
         skipped = tuple(range(kept, signature.num_layers))
         exit_signature = replace(plain, skipped=skipped)
         engine = scratch / f"exit-{kept}.onnx"
-        compile_exit(export, engine, exit_signature)
-        model = _Model(engine, exit_signature)
+        compile_exit(export, engine, exit_signature, compile_graph)
+        model = WholeTextModel(engine, exit_signature)
         agreement = float(np.mean(np.concatenate([model.choices(text) for text in texts]) == np.concatenate(wanted)))
         cost = model.step_seconds() / step
         length = sum(agreement**position for position in range(k + 1))
@@ -121,46 +113,3 @@ def choose_exit(
     if best[0] < 1:
         logger.warning("no early exit promises to pay; the best one, %.2fx, was built all the same", best[0])
     return best[1]
-
-
-class _Model:
-    """Whole texts and single steps, on an empty cache."""
-
-    def __init__(self, engine: Path, signature: Signature) -> None:
-        self._session = ort.load_engine(engine)
-        self._signature = signature
-        self._binding = self._session.io_binding()
-        dtype = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        self._dtype = dtype[self._session.get_outputs()[0].type]
-        shape = (1, signature.kv_heads, MAX_TEXT_TOKENS, signature.head_dim)
-        for part in signature.cache_parts():
-            cache = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, self._dtype))
-            self._binding.bind_ortvalue_input(past(*part), cache)
-            self._binding.bind_ortvalue_output(present(*part), cache)
-
-    def choices(self, text: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The greedy choice after each token."""
-        return np.asarray(self._call(list(text[:MAX_TEXT_TOKENS])).argmax(-1))
-
-    def step_seconds(self) -> float:
-        times = []
-        for _ in range(TIMED_CALLS):
-            start = time.perf_counter()
-            self._call([0])
-            times.append(time.perf_counter() - start)
-        return median(times)
-
-    def _call(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        width = len(tokens)
-        inputs = {
-            INPUT_IDS: np.array([tokens], np.int64),
-            POSITION_IDS: np.arange(width)[None],
-            CACHE_LENGTH: np.zeros(1, np.int64),
-            TREE_MASK: np.tri(width, dtype=bool)[None],
-        }
-        for name, array in inputs.items():
-            self._binding.bind_cpu_input(name, array)
-        logits = np.empty((1, width, self._signature.vocab_size), self._dtype)
-        self._binding.bind_ortvalue_output(LOGITS, onnxruntime.OrtValue.ortvalue_from_numpy(logits))
-        self._session.run_with_iobinding(self._binding)
-        return np.asarray(logits[0])

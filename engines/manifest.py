@@ -20,7 +20,7 @@ from specrun.engines.errors import SpecrunError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
@@ -93,12 +93,28 @@ class HeadEntry:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """What quantization cost a target, measured on held-out text."""
+
+    tokens: int
+    agreement: float  # share of the greedy choices that are those of the unquantized model
+    reference_perplexity: float  # of the unquantized model
+    perplexity: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """0.01: one percent worse."""
+        return self.perplexity / self.reference_perplexity - 1
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything that a runner must know before it loads a weight."""
 
     format_version: int
     backend: str  # "ort"
-    precision: str  # "fp32" | "fp16"
+    precision: str  # one of engines/precision.py
+    quality: Quality | None  # of a quantized target
     capacity: int  # tokens that the target's KV cache can hold
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round
@@ -113,6 +129,11 @@ class Manifest:
     files: dict[str, FileEntry]  # by path relative to the bundle
     versions: dict[str, str]  # of the packages that built it
     inputs: str  # fingerprint of sources and options, so that an unchanged build is not repeated
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the target's activations are quantized, so that the least rounding may change a choice."""
+        return self.quality is not None
 
     def positions(self, proposer: str) -> int:
         """Default number of positions ahead that `proposer` guesses. N-gram lookup, whose guesses cost nothing, goes as

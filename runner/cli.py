@@ -147,7 +147,13 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 @click.option(
     "--p-min", type=float, default=0.1, show_default=True, help="What a draft finds less likely is not proposed."
 )
-@click.option("--precision", default="fp32", show_default=True, help="fp32 or fp16.")
+@click.option("--precision", default="fp32", show_default=True, help="fp32, fp16, int8, int8-weights or int4-weights.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="To calibrate with, and to measure what quantization lost; default: built in.",
+)
+@click.option("--accept-quality-loss", is_flag=True, help="Build a quantized model however much it lost.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
 @click.option(
     "--gpu", "gpus", multiple=True, help="Compile the accept step for this architecture (sm89); may be repeated."
@@ -160,6 +166,8 @@ def build(
     nodes: int,
     p_min: float,
     precision: str,
+    text: Path | None,
+    accept_quality_loss: bool,
     capacity: int | None,
     gpus: tuple[str, ...],
 ) -> None:
@@ -169,7 +177,8 @@ def build(
     """
     with _export_packages():
         from specrun.engines.build import BuildOptions, build_bundle
-    build_bundle(BuildOptions(model, out, drafts, k, nodes, p_min, precision, capacity, gpus), _downloads())
+    options = BuildOptions(model, out, drafts, k, nodes, p_min, precision, text, accept_quality_loss, capacity, gpus)
+    build_bundle(options, _downloads())
     click.echo(str(out))
 
 
@@ -243,6 +252,11 @@ def info(bundle: Path, as_json: bool) -> None:
     for kind, head in manifest.heads.items():
         click.echo(f"{kind:<11}{head.name} ({head.parameters:,} parameters)")
     click.echo(f"{'engine':<11}{manifest.backend}, {manifest.precision}, capacity {manifest.capacity} tokens")
+    if manifest.quality is not None:
+        click.echo(
+            f"{'quality':<11}{100 * manifest.quality.agreement:.1f} % of the unquantized model's choices, "
+            f"perplexity {100 * manifest.quality.perplexity_change:+.2f} %, on {manifest.quality.tokens:,} tokens"
+        )
     click.echo(
         f"{'proposer':<11}{manifest.proposer}, k = {manifest.k}, trees of {manifest.nodes} nodes, "
         f"p-min {manifest.p_min:g}"

@@ -34,11 +34,13 @@ class KVCache:
     Several sessions may use one cache: an early exit shares the target's.
     """
 
-    def __init__(self, signature: Signature, dtype: str, capacity: int) -> None:
+    def __init__(self, signature: Signature, dtype: str, capacity: int, spare_rows: int = 0) -> None:
+        """`spare_rows`: beyond the capacity, for rows that are never kept."""
         self.capacity = capacity
+        self._most_rows = capacity + spare_rows
         self.version = 0  # counts how often the buffers moved: whoever bound them must bind them again
         self._signature = signature
-        self.rows = min(FIRST_ROWS, capacity)
+        self.rows = min(FIRST_ROWS, self._most_rows)
         self._arrays = {part: self._empty(dtype, self.rows) for part in signature.cache_parts()}
 
     def _empty(self, dtype: str, rows: int) -> np.ndarray[Any, Any]:
@@ -50,16 +52,20 @@ class KVCache:
         for layer, part in signature.cache_parts():
             yield layer, part, ort.OrtValue.ortvalue_from_numpy(self._arrays[layer, part])
 
-    def reserve(self, start: int, tokens: int) -> None:
-        """Make room for `tokens` rows in all, of which those before `start` are kept. Raises CapacityError."""
+    def require(self, tokens: int) -> None:
+        """Raises CapacityError if it cannot hold so many."""
         if tokens > self.capacity:
             raise CapacityError(
                 f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity"
             )
+
+    def reserve(self, start: int, count: int) -> None:
+        """Make room for `count` rows in all, of which those before `start` are kept."""
         rows = FIRST_ROWS
-        while rows < tokens:
+        while rows < count:
             rows *= 2
-        rows = min(rows, self.capacity)
+        rows = min(rows, self._most_rows)
+        assert rows >= count, "more rows than were required"
         if rows == self.rows or (rows < self.rows and start > 0):
             return
         kept = min(rows, self.rows)

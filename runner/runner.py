@@ -133,13 +133,16 @@ class Runner:
         vocabulary = self._vocabulary(self.tokenizer, manifest.target)
         self._chat_template = self._read_chat_template()
         target = manifest.target
-        self._target_cache = KVCache(target.signature, target.cache_dtype, manifest.capacity)
+        self._target_cache = KVCache(
+            target.signature, target.cache_dtype, manifest.capacity, spare_rows=1 if manifest.quantized else 0
+        )
         self._target = OrtSession(
             bundle.model_file(TARGET, ENGINE_FILE),
             target.signature,
             self._target_cache,
             target.cache_dtype,
             target.vocabulary_size,
+            no_single_rows=manifest.quantized,
         )
         if manifest.draft is not None:
             draft_tokenizer = load_tokenizer(bundle.model_file(DRAFT, TOKENIZER_FILE))
@@ -155,8 +158,13 @@ class Runner:
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        """Names of the proposers that this bundle can run."""
-        drafts = self._drafts.proposers
+        """Names of the proposers that this bundle can run.
+
+        Quantized targets get no trees: a tree's rows lie in other places of the cache than plain decoding's, sums come
+        out differently in the last bit, and that is enough for an activation to fall on the next level.
+        """
+        quantized = self.bundle.manifest.quantized
+        drafts = [name for name in self._drafts.proposers if not (quantized and name.endswith(TREE_SUFFIX))]
         return (NGRAM, *drafts, *(NGRAM_FIRST + name for name in drafts))
 
     @property
@@ -274,7 +282,8 @@ class Runner:
             return None
         if name == NGRAM:
             return NGramLookup()
-        if (draft := name.removeprefix(NGRAM_FIRST)) in self._drafts.proposers:
+        if name in self.proposers:
+            draft = name.removeprefix(NGRAM_FIRST)
             nodes = manifest.nodes if request.nodes is None else request.nodes
             p_min = manifest.p_min if request.p_min is None else request.p_min
             proposer = self._drafts.proposer(draft, nodes, p_min)

@@ -30,13 +30,24 @@ Array = np.ndarray[Any, Any]
 class OrtSession:
     """Calls of any width. Caches are updated in place; outputs go into buffers as wide as the widest call."""
 
-    def __init__(self, engine: Path, signature: Signature, cache: KVCache, dtype: str, vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        engine: Path,
+        signature: Signature,
+        cache: KVCache,
+        dtype: str,
+        vocabulary_size: int,
+        no_single_rows: bool = False,
+    ) -> None:
         """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
-        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks)."""
+        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks).
+        `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
+        which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it."""
         self._session = load_engine(engine)
         self._signature = signature
         self._vocabulary_size = vocabulary_size
         self._cache = cache
+        self._no_single_rows = no_single_rows
         self._cache_version = -1
         self._length = 0
         self._nodes = Ancestry()
@@ -54,10 +65,16 @@ class OrtSession:
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
         written = self._length + len(self._nodes)
+        self._cache.require(written + len(tokens))
+        depths, mask = self._nodes.add(parents)
+        wanted = len(tokens)
+        if self._no_single_rows and wanted == 1:
+            # A second row that sees itself alone; nothing sees it, and the next call overwrites it.
+            tokens, depths, mask = [*tokens, *tokens], np.repeat(depths, 2), np.pad(mask, ((0, 1), (0, 1)))
+            mask[1] = [False] * (mask.shape[1] - 1) + [True]
         self._cache.reserve(written, written + len(tokens))
         if self._cache.version != self._cache_version:
             self._bind_cache()
-        depths, mask = self._nodes.add(parents)
         inputs = {
             INPUT_IDS: np.array([tokens], np.int64),
             POSITION_IDS: (self._length + depths)[None],
@@ -72,8 +89,8 @@ class OrtSession:
         hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
         self._session.run_with_iobinding(self._binding)
         return Output(
-            logits[:, : self._vocabulary_size].astype(np.float32, copy=False),
-            None if hidden is None else hidden.astype(np.float32, copy=False),
+            logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False),
+            None if hidden is None else hidden[:wanted].astype(np.float32, copy=False),
         )
 
     def keep(self, nodes: Sequence[int]) -> None:

@@ -56,4 +56,4 @@ def test_more_than_the_capacity_is_refused() -> None:
     cache = KVCache(SIGNATURE, "float16", capacity=100)
     assert rows(cache) == 100
     with pytest.raises(CapacityError, match="got 101 tokens, the KV cache holds 100"):
-        cache.reserve(3, 101)
+        cache.require(101)
