@@ -1,5 +1,5 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32] [CAPACITY=...] [GPU=sm89] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32|fp16|int8|int8-weights|int4-weights] [CAPACITY=...] [GPU=sm89] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
 # make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes

@@ -45,14 +45,15 @@ class Precision:
             file.unlink()
 
 
-# Block sizes: on SmolLM2-135M, 8 bits, perplexity rises by 0.2 % with 16 weights to a scale, by 0.7 % with 32 and by
-# 1.8 % with 128, for 4 % more bytes.
+# Block sizes: with 8-bit weights everywhere SmolLM2-135M's perplexity rises by 0.2 % with 16 weights to a scale, by
+# 0.7 % with 32 and by 1.8 % with 128. Where the plan takes half of the products anyway, 64 lose no more than 16, and a
+# call of five tokens is a tenth faster.
 PRECISIONS = {
     each.name: each
     for each in (
         Precision("fp32", "fp32"),
         Precision("fp16", "fp16"),
-        Precision("int8", "fp32", weight_bits=8, block=16, activations=True),
+        Precision("int8", "fp32", weight_bits=8, block=64, activations=True),
         Precision("int8-weights", "fp32", weight_bits=8, block=16),
         Precision("int4-weights", "fp32", weight_bits=4, block=16),
     )

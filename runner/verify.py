@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specrun.engines.manifest import TREE_SUFFIX
+from specrun.engines.manifest import NGRAM, TREE_SUFFIX
 from specrun.runner.bench import align
 from specrun.runner.compare import Divergence, explain
 from specrun.runner.filters import LogitsError
@@ -253,7 +253,7 @@ def _restart(
 
 def _distribution_rules(runner: Runner) -> list[tuple[AcceptRule, str | None]]:
     """The accept rules with a proposer for each: the bundle's default; a draft's chain where there is one."""
-    chains = [name for name in runner.proposers if name + TREE_SUFFIX in runner.proposers]
+    chains = [name for name in runner.proposers if not name.startswith(NGRAM) and not name.endswith(TREE_SUFFIX)]
     rules: list[tuple[AcceptRule, str | None]] = [("coupled", None)]
     return [*rules, ("rejection", chains[0])] if chains else rules
 
