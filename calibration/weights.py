@@ -7,21 +7,23 @@ block, so a row's result does not depend on the other rows of a call, and outlie
 
 import logging
 
-from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
-
 from specrun.calibration.products import Graph
 
 INTEGER_PRODUCTS = 4  # MatMulNBits' accuracy_level; the others compute in fp32, ten times slower at 8 bits
 
-# The quantizer tells of each node.
-logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.WARNING)
-
 
 def quantize_weights(graph: Graph, bits: int, block: int) -> None:
     """Give the products of `graph` weights of `bits` bits (8 or 4), `block` weights to a scale."""
-    config = DefaultWeightOnlyQuantConfig(
+    # Importing the quantizer sets up the root logger, at a level that lets every library talk: put it back.
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    from onnxruntime.quantization import matmul_nbits_quantizer as nbits
+
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    config = nbits.DefaultWeightOnlyQuantConfig(
         block_size=block, is_symmetric=True, accuracy_level=INTEGER_PRODUCTS, bits=bits
     )
-    quantizer = MatMulNBitsQuantizer(graph.model, algo_config=config)
+    quantizer = nbits.MatMulNBitsQuantizer(graph.model, algo_config=config)
     quantizer.process()
     graph.model = quantizer.model.model

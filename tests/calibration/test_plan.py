@@ -1,5 +1,8 @@
 """The search for smoothing and scales, on products made for it."""
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +157,23 @@ def test_columns_have_scales_of_their_own() -> None:
     levels, scales = quantize_columns(weights)
     assert levels.tolist() == [[64, 127, 0], [-127, 64, 0]]
     assert np.allclose(scales, [2 / 127, 100 / 127, 1])
+
+
+def test_quantizing_leaves_the_logging_of_others_alone(tmp_path: Path) -> None:
+    """In a process of its own: ONNX Runtime's quantizer sets up the root logger when it is imported."""
+    path = save_graph(tmp_path / "graph.onnx")
+    script = """
+        import logging, sys
+        from pathlib import Path
+        from specrun.calibration.products import Graph
+        from specrun.calibration.weights import quantize_weights
+        quantize_weights(Graph(Path(sys.argv[1])), 8, 16)
+        root = logging.getLogger()
+        assert not root.handlers, root.handlers
+        assert root.level == logging.WARNING, root.level
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
