@@ -11,7 +11,7 @@ neural-compressor or PyTorch; the search per activation on exported graphs had t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class ActivationPlan:
     factors: Array  # float32 [channels]: the activation is divided by them, the weights' rows are multiplied
     scale: float  # of the quantized activation
     error: float  # the largest of its products
+    layers: tuple[str, ...]  # that the products are of
 
     @property
     def quantized(self) -> bool:
@@ -52,12 +53,15 @@ Plan = dict[str, ActivationPlan]  # by the activation's name
 def make_plan(graph: Graph, activations: dict[str, Activation], progress: Callable[[int], None]) -> Plan:
     """Search for each activation. `progress` gets the number of activations that are done."""
     weights: dict[str, list[Array]] = {name: [] for name in activations}
+    layers: dict[str, list[str]] = {name: [] for name in activations}
     for product in graph.products():
         weights[product.activation].append(_some_columns(graph.weights(product.weights)))
+        layers[product.activation].append(product.layer)
     plan = {}
     for done, (name, activation) in enumerate(activations.items(), start=1):
         smoothable = _can_be_smoothed(graph, name, len(weights[name]))
-        plan[name] = _search(activation, weights[name], STRENGTHS if smoothable else (0.0,))
+        found = _search(activation, weights[name], STRENGTHS if smoothable else (0.0,))
+        plan[name] = replace(found, layers=tuple(layers[name]))
         progress(done)
     return plan
 
@@ -91,7 +95,7 @@ def _search(activation: Activation, weights: list[Array], strengths: tuple[float
             errors.append(_relative_error(got, wanted))
         mean = float(np.mean(errors))
         if best is None or mean < best[0]:
-            best = mean, ActivationPlan(strength, factors, scale, max(errors))
+            best = mean, ActivationPlan(strength, factors, scale, max(errors), ())
     assert best is not None
     return best[1]
 

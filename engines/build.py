@@ -19,9 +19,10 @@ import specrun.calibration
 import specrun.export
 from specrun.calibration.activations import collect
 from specrun.calibration.corpus import Corpus
-from specrun.calibration.plan import make_plan
+from specrun.calibration.plan import Plan, make_plan
 from specrun.calibration.products import Graph
 from specrun.calibration.quality import describe, measure, require_quality
+from specrun.calibration.report import render_report
 from specrun.calibration.texts import TEXTS
 from specrun.engines import ort
 from specrun.engines.accept_kernels import architecture_file, compile_kernels, require_architecture
@@ -44,6 +45,7 @@ from specrun.engines.manifest import (
     MEDUSA,
     NGRAM,
     NGRAM_FIRST,
+    QUANTIZATION_REPORT,
     TARGET,
     TOKENIZER_FILE,
     TREE_SUFFIX,
@@ -325,9 +327,14 @@ def _add_target(
             add_taps(tapped, replace(card.model.signature, taps=taps))
             ir.save(tapped, graph)  # on the export's weights
             del tapped
-        compile_graph = _compiler(graph, TARGET, directory, card.model, options)
+        plan = _plan(graph, TARGET, directory, card.model, options)
+        compile_graph = partial(PRECISIONS[options.precision].compile, plan=plan)
         compile_graph(graph, directory / ENGINE_FILE)
-        quality = _measure(graph, directory, card.model, options) if options.quantized else None
+        quality = None
+        if options.quantized:
+            quality = _measure(graph, directory, card.model, options)
+            report = render_report(card.model.name, options.precision, quality, plan)
+            (bundle / QUANTIZATION_REPORT).write_text(report, encoding="utf-8")
         if taps:
             graph.unlink()
         if drafts.early_exit is None:
@@ -336,18 +343,17 @@ def _add_target(
         return card, {EARLY_EXIT: entry}, quality
 
 
-def _compiler(graph: Path, name: str, directory: Path, model: ModelEntry, options: BuildOptions) -> Compile:
-    """What compiles the graph of a model and those cut out of it, calibrated where the precision asks for it."""
-    precision = PRECISIONS[options.precision]
-    logger.info("%s: compiling for ONNX Runtime, %s", name, precision.name)
-    if not precision.activations:
-        return precision.compile
+def _plan(graph: Path, name: str, directory: Path, model: ModelEntry, options: BuildOptions) -> Plan | None:
+    """How the activations of a model are quantized, where the precision asks for it."""
+    logger.info("%s: compiling for ONNX Runtime, %s", name, options.precision)
+    if not PRECISIONS[options.precision].activations:
+        return None
     windows = _corpus(directory, model, options).calibration
     activations = collect(graph, model.signature, windows, directory, _progress(f"{name}: calibrating", len(windows)))
     plan = make_plan(Graph(graph), activations, _progress(f"{name}: searching scales", len(activations)))
     kept = [activation for activation, each in plan.items() if not each.quantized]
     logger.info("%s: %d of %d activations in 8 bits, the others too sensitive", name, len(plan) - len(kept), len(plan))
-    return partial(precision.compile, plan=plan)
+    return plan
 
 
 def _corpus(directory: Path, model: ModelEntry, options: BuildOptions) -> Corpus:
@@ -435,7 +441,8 @@ def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -
     """Put one compiled model and its tokenizer into `bundle`/`name`."""
     with _exported(source, name, bundle, options) as export:
         card, graph = ExportCard.read(export), export / ENGINE_FILE
-        _compiler(graph, name, bundle / name, card.model, options)(graph, bundle / name / ENGINE_FILE)
+        plan = _plan(graph, name, bundle / name, card.model, options)
+        PRECISIONS[options.precision].compile(graph, bundle / name / ENGINE_FILE, plan)
         return card
 
 

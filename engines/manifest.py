@@ -7,6 +7,7 @@ BUNDLE/
   draft/ ...                       as target/, where the bundle has a draft model
   medusa/model.onnx [, model.onnx.data, vocabulary.npy]
   eagle/, eagle3/                  as medusa/, and fuse.onnx where the head reads several of the target's states
+  quantization.html                what a quantized target lost
   kernels/accept.sm89.cubin ...    the accept step, compiled for each GPU architecture that the bundle is built for
 """
 
@@ -41,6 +42,7 @@ TREE_SUFFIX = "_tree"
 NGRAM_FIRST = "ngram+"
 
 KERNELS = "kernels"
+QUANTIZATION_REPORT = "quantization.html"
 
 HASH_CHUNK_BYTES = 1 << 22
 

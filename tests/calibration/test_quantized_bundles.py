@@ -8,7 +8,7 @@ import pytest
 
 from specrun.calibration.quality import QualityError
 from specrun.engines.errors import RequestError
-from specrun.engines.manifest import Bundle
+from specrun.engines.manifest import QUANTIZATION_REPORT, Bundle
 from specrun.engines.whole_text import WholeTextModel
 from specrun.runner.cli import run
 from specrun.runner.compare import compare
@@ -136,6 +136,9 @@ def test_what_was_lost_is_in_the_bundle(quantized: Bundle, capsys: pytest.Captur
     assert quality is not None
     assert 0 < quality.agreement <= 1
     assert quality.tokens > 1000
+    page = (quantized.path / QUANTIZATION_REPORT).read_text()
+    assert f"{100 * quality.agreement:.1f} %" in page
+    assert page.count("<rect") == (33 if quantized.manifest.precision == "int8" else 0)  # 8 layers of 4, and the head
     assert run(["info", str(quantized.path)]) == 0
     assert "% of the unquantized model's choices" in capsys.readouterr().out
 
@@ -164,3 +167,11 @@ def test_a_call_of_one_token_gives_the_bits_of_a_wider_one(quantized_runner: Run
     session.truncate(101)
     assert (session.grow(PROMPT[:1], [-1]).logits == wide[:1]).all()
     session.truncate(0)
+
+
+def test_calibration_is_deterministic(target_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    options = {"precision": "int8", "text": text, "accept_quality_loss": True}
+    first, second = (
+        tiny.make_bundle(tmp_path / name, target_checkpoint, **options).manifest.files for name in ("one", "two")
+    )
+    assert first == second

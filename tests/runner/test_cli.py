@@ -364,6 +364,14 @@ BAD_INPUTS: dict[str, tuple[Case, str]] = {
         generating("--accept", "rejection", "--temperature", 1, "--proposer", "draft_model_tree"),
         "judges chains",
     ),
+    "calibration text": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--precision", "int8", "--text", p / "nowhere"],
+        "does not exist",
+    ),
+    "quality": (
+        lambda b, t, p: ["build", t, "--out", p / "out", "--capacity", 256, "--precision", "int4-weights"],
+        "loses too much at int4-weights",
+    ),
     "GPU": (lambda b, t, p: ["build", t, "--out", p / "out", "--gpu", "sm70"], "GPU 'sm70'"),
     "nothing to verify": (lambda b, t, p: ["verify", b.path, "--max-tokens", 0], "max-tokens 0"),
     "unknown prompt set": (lambda b, t, p: ["bench", b.path, "--set", "poems"], "poems"),
