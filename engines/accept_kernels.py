@@ -1,6 +1,7 @@
 """Compile the accept step (`accept.cu`) for GPUs. Needs neither a GPU nor a CUDA toolkit: NVRTC is on PyPI."""
 
 from pathlib import Path
+from typing import Any
 
 from specrun.engines.errors import SpecrunError, UnfitError
 
@@ -27,16 +28,22 @@ def require_architecture(architecture: str) -> None:
         raise ArchitectureError(f"got GPU {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
 
 
-def compile_kernels(architecture: str, form: str = "cubin") -> bytes:
-    """Machine code for one architecture; form "ptx": the assembler text before it. Raises ArchitectureError, or
-    UnfitError without the compiler."""
-    require_architecture(architecture)
+def compile_kernels(architecture: str) -> bytes:
+    """Machine code for one architecture. Raises ArchitectureError, or UnfitError without the compiler."""
     try:
-        from cuda.core import Program, ProgramOptions
+        from cuda.core import Program
     except ImportError as error:
         raise UnfitError(
             f"kernels for a GPU need {error.name}, which is not installed: pip install 'specrun[gpu]'"
         ) from error
+    program = Program(SOURCE.read_text(encoding="utf-8"), "c++", compiler_options(architecture))
+    return bytes(program.compile("cubin").code)
+
+
+def compiler_options(architecture: str) -> Any:
+    """cuda.core's ProgramOptions. Raises ArchitectureError."""
+    require_architecture(architecture)
+    from cuda.core import ProgramOptions
+
     # Fused multiply-add would round otherwise than the NumPy reference.
-    options = ProgramOptions(arch=architecture.replace("sm", "sm_"), std="c++17", fma=False)
-    return bytes(Program(SOURCE.read_text(encoding="utf-8"), "c++", options).compile(form).code)
+    return ProgramOptions(arch=architecture.replace("sm", "sm_"), std="c++17", fma=False)

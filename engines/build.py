@@ -5,8 +5,7 @@ import hashlib
 import logging
 import platform
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -17,18 +16,11 @@ import onnx_ir as ir
 
 import specrun.calibration
 import specrun.export
-from specrun.calibration.activations import collect
-from specrun.calibration.corpus import Corpus
-from specrun.calibration.plan import Plan, make_plan
-from specrun.calibration.products import Graph
-from specrun.calibration.quality import describe, measure, require_quality
 from specrun.calibration.report import render_report
 from specrun.calibration.texts import TEXTS
 from specrun.engines import ort
 from specrun.engines.accept_kernels import architecture_file, compile_kernels, require_architecture
-from specrun.engines.card import CARD_FILE, ExportCard
-from specrun.engines.context import Context
-from specrun.engines.errors import SpecrunError
+from specrun.engines.card import ExportCard
 from specrun.engines.exit_choice import choose_exit, compile_exit, parse_early_exit, skipped_layers
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
@@ -63,19 +55,16 @@ from specrun.engines.manifest import (
 from specrun.engines.memory import require_room
 from specrun.engines.pair import require_pair
 from specrun.engines.precision import PRECISIONS, Compile
+from specrun.engines.quantization import measure_loss, plan_activations
 from specrun.engines.schema import SchemaError
 from specrun.engines.shared_weights import share_weights
+from specrun.engines.source import BuildError, Source
 from specrun.engines.staging import staged_directory
-from specrun.engines.vocabulary import Vocabulary, load_tokenizer
-from specrun.engines.whole_text import MAX_TEXT_TOKENS
-from specrun.export.checkpoint import Checkpoint
-from specrun.export.family import context_of
+from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.graph import PRECISIONS as DTYPES
-from specrun.export.graph import write_export
 from specrun.export.head_graph import write_head
 from specrun.export.heads import Head, HeadCheckpoint, target_shape
 from specrun.export.taps import add_taps
-from specrun.export.tokenizer import write_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +72,6 @@ PREFILL_WIDTH = 128
 DEFAULT_CAPACITY = 2048
 MAX_K = 64
 MAX_NODES = 256
-
-
-class BuildError(SpecrunError):
-    """A build request makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -126,68 +111,6 @@ class BuildOptions:
     @property
     def quantized(self) -> bool:
         return PRECISIONS[self.precision].quantized
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model on its way into a bundle: a checkpoint to be exported, or an export."""
-
-    checkpoint: Checkpoint | None
-    export: Path | None
-    parameters: int
-    name: str
-    context: Context
-    fingerprint: str
-
-    @classmethod
-    def open(cls, source: str, precision: str, downloads: Path) -> "Source":
-        directory = Path(source)
-        if (directory / CARD_FILE).is_file():
-            return cls._of_export(directory, precision)
-        checkpoint = Checkpoint.open(source, downloads)
-        return cls(
-            checkpoint=checkpoint,
-            export=None,
-            parameters=checkpoint.parameters,
-            name=checkpoint.name,
-            context=context_of(checkpoint.config),
-            fingerprint=checkpoint.fingerprint(),
-        )
-
-    @classmethod
-    def _of_export(cls, directory: Path, precision: str) -> "Source":
-        card = ExportCard.read(directory)
-        if card.pinned:
-            raise BuildError(f"{directory} was exported with static axes {card.pinned}; export it without --width")
-        if card.precision != precision:
-            raise BuildError(f"{directory} was exported as {card.precision}, the build asks for {precision}")
-        entries = "\n".join(f"{name} {entry.sha256}" for name, entry in file_entries(directory).items())
-        fingerprint = hashlib.sha256(entries.encode()).hexdigest()
-        return cls(
-            checkpoint=None,
-            export=directory,
-            parameters=card.model.parameters,
-            name=card.model.name,
-            context=card.model.context,
-            fingerprint=fingerprint,
-        )
-
-    def vocabulary(self) -> Vocabulary:
-        """The vocabulary, before anything is exported."""
-        if self.export is not None:
-            return Vocabulary.of(load_tokenizer(self.export / TOKENIZER_FILE))
-        assert self.checkpoint is not None
-        with tempfile.TemporaryDirectory() as scratch:
-            return Vocabulary.of(write_tokenizer(self.checkpoint, Path(scratch))[0])
-
-    def exported(self, scratch: Path, precision: str) -> Path:
-        """The directory of the export, made in `scratch` if need be."""
-        if self.export is not None:
-            return self.export
-        assert self.checkpoint is not None
-        scratch.mkdir()
-        write_export(self.checkpoint, scratch, precision, {})
-        return scratch
 
 
 @dataclass(frozen=True)
@@ -327,13 +250,14 @@ def _add_target(
             add_taps(tapped, replace(card.model.signature, taps=taps))
             ir.save(tapped, graph)  # on the export's weights
             del tapped
-        plan = _plan(graph, TARGET, directory, card.model, options)
-        compile_graph = partial(PRECISIONS[options.precision].compile, plan=plan)
+        logger.info("%s: compiling for ONNX Runtime, %s", TARGET, options.precision)
+        precision = PRECISIONS[options.precision]
+        plan = plan_activations(graph, directory, card.model, precision, options.text)
+        compile_graph = partial(precision.compile, plan=plan)
         compile_graph(graph, directory / ENGINE_FILE)
-        quality = None
-        if options.quantized:
-            quality = _measure(graph, directory, card.model, options)
-            report = render_report(card.model.name, options.precision, quality, plan)
+        quality = measure_loss(graph, directory, card.model, precision, options.text, options.accept_quality_loss)
+        if quality is not None:
+            report = render_report(card.model.name, precision.name, quality, plan)
             (bundle / QUANTIZATION_REPORT).write_text(report, encoding="utf-8")
         if taps:
             graph.unlink()
@@ -341,47 +265,6 @@ def _add_target(
             return card, {}, quality
         entry = _add_exit(drafts.early_exit, export, directory, card.model, options, compile_graph)
         return card, {EARLY_EXIT: entry}, quality
-
-
-def _plan(graph: Path, name: str, directory: Path, model: ModelEntry, options: BuildOptions) -> Plan | None:
-    """How the activations of a model are quantized, where the precision asks for it."""
-    logger.info("%s: compiling for ONNX Runtime, %s", name, options.precision)
-    if not PRECISIONS[options.precision].activations:
-        return None
-    windows = _corpus(directory, model, options).calibration
-    activations = collect(graph, model.signature, windows, directory, _progress(f"{name}: calibrating", len(windows)))
-    plan = make_plan(Graph(graph), activations, _progress(f"{name}: searching scales", len(activations)))
-    kept = [activation for activation, each in plan.items() if not each.quantized]
-    logger.info("%s: %d of %d activations in 8 bits, the others too sensitive", name, len(plan) - len(kept), len(plan))
-    return plan
-
-
-def _corpus(directory: Path, model: ModelEntry, options: BuildOptions) -> Corpus:
-    longest = min(MAX_TEXT_TOKENS, model.context.limit)
-    return Corpus.of(load_tokenizer(directory / TOKENIZER_FILE), options.text, longest)
-
-
-def _progress(what: str, count: int) -> Callable[[int], None]:
-    def report(done: int) -> None:
-        if done % max(1, count // 4) == 0 or done == count:
-            logger.info("%s: %d of %d", what, done, count)
-
-    return report
-
-
-def _measure(graph: Path, directory: Path, model: ModelEntry, options: BuildOptions) -> Quality:
-    """Compare the quantized target with the unquantized one. Raises QualityError unless told otherwise."""
-    windows = _corpus(directory, model, options).held_out
-    reference = directory / "reference.onnx"
-    ort.compile_graph(graph, reference)
-    progress = _progress(f"{TARGET}: measuring what was lost, windows of text", len(windows))
-    quality = measure(reference, directory / ENGINE_FILE, model.signature, windows, model.vocabulary_size, progress)
-    for file in directory.glob(f"{reference.name}*"):
-        file.unlink()
-    logger.info("%s: %s", model.name, describe(quality))
-    if not options.accept_quality_loss:
-        require_quality(quality, model.name, options.precision)
-    return quality
 
 
 def _add_exit(
@@ -441,8 +324,10 @@ def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -
     """Put one compiled model and its tokenizer into `bundle`/`name`."""
     with _exported(source, name, bundle, options) as export:
         card, graph = ExportCard.read(export), export / ENGINE_FILE
-        plan = _plan(graph, name, bundle / name, card.model, options)
-        PRECISIONS[options.precision].compile(graph, bundle / name / ENGINE_FILE, plan)
+        logger.info("%s: compiling for ONNX Runtime, %s", name, options.precision)
+        precision = PRECISIONS[options.precision]
+        plan = plan_activations(graph, bundle / name, card.model, precision, options.text)
+        precision.compile(graph, bundle / name / ENGINE_FILE, plan)
         return card
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import onnx
 import pytest
 
-from specrun.engines import build as build_module
-from specrun.engines import memory, ort
-from specrun.engines.build import BuildError, BuildOptions, build_bundle
+from specrun.engines import memory, ort, source
+from specrun.engines.build import BuildOptions, build_bundle
 from specrun.engines.context import ContextError
 from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import MANIFEST, Bundle
+from specrun.engines.source import BuildError
 from specrun.engines.vocabulary import Vocabulary, VocabularyMismatchError, require_shared
 from specrun.export.checkpoint import Checkpoint
 from specrun.export.graph import export_model
@@ -104,7 +104,7 @@ def test_too_little_memory_is_said_before_the_build(
 ) -> None:
     """Known fault 24."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 10 << 20)
-    monkeypatch.setattr(build_module, "write_export", lambda *_: pytest.fail("the build began"))
+    monkeypatch.setattr(source, "write_export", lambda *_: pytest.fail("the build began"))
     with pytest.raises(UnfitError, match="not enough memory"):
         build_bundle(BuildOptions(str(target_checkpoint), tmp_path / "out", capacity=128), tmp_path)
     assert list(tmp_path.iterdir()) == []

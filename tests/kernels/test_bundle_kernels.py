@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from specrun.engines.accept_kernels import ARCHITECTURES, ArchitectureError, architecture_file, compile_kernels
+from specrun.engines.accept_kernels import (
+    ARCHITECTURES,
+    SOURCE,
+    ArchitectureError,
+    architecture_file,
+    compile_kernels,
+    compiler_options,
+)
 from specrun.engines.build import BuildOptions
 from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import KERNELS, Bundle, BundleError
@@ -33,8 +40,15 @@ def test_kernels_compile_for(architecture: str) -> None:
 
 
 def test_nothing_is_fused() -> None:
-    """A fused multiply-add rounds once where the reference rounds twice."""
-    text = compile_kernels("sm89", "ptx")
+    """A fused multiply-add rounds once where the reference rounds twice. Looks at the assembler text."""
+    from cuda.bindings import nvrtc
+
+    options = compiler_options("sm89").as_bytes("nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"accept.cu", 0, [], [])
+    assert nvrtc.nvrtcCompileProgram(program, len(options), options)[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    text = b" " * size
+    nvrtc.nvrtcGetPTX(program, text)
     assert b"mul.rn.f32" in text
     assert b"fma." not in text
 
