@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 from specrun.calibration.texts import TEXTS
 from specrun.engines.errors import SpecrunError
 
-WINDOW = 256
 CALIBRATION_SHARE, CALIBRATION_WINDOWS = 10, 12
 HELD_OUT_TOKENS = 20_000
 
@@ -27,21 +26,20 @@ class Corpus:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file: Path | None, longest: int) -> "Corpus":
-        """Windows of WINDOW tokens or `longest`, of `file` or of built-in text: every tenth one calibrates, the others
+        """Windows of `longest` tokens, of `file` or of built-in text: every tenth one calibrates, the others
         are held out. Built in are a few texts of our own and Python's help topics, prose with code. Raises
         CorpusError."""
         text = _read(file) if file is not None else _built_in()
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        width = min(WINDOW, longest)
-        windows = [ids[start : start + width] for start in range(0, len(ids), width)]
+        windows = [ids[start : start + longest] for start in range(0, len(ids), longest)]
         windows = [window for window in windows if len(window) > 1]
         if len(windows) < 2:
             raise CorpusError(
-                f"{file or 'the built-in text'} has {len(ids)} tokens, expected more than {width}: some to calibrate "
+                f"{file or 'the built-in text'} has {len(ids)} tokens, expected more than {longest}: some to calibrate "
                 f"with, some to measure with"
             )
         held_out = [window for index, window in enumerate(windows) if index % CALIBRATION_SHARE]
-        return cls(windows[::CALIBRATION_SHARE][:CALIBRATION_WINDOWS], held_out[: HELD_OUT_TOKENS // width])
+        return cls(windows[::CALIBRATION_SHARE][:CALIBRATION_WINDOWS], held_out[: HELD_OUT_TOKENS // longest])
 
 
 def _read(file: Path) -> str:

@@ -24,7 +24,6 @@
 #define SHARED(type, name) __shared__ type name
 #endif
 
-typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,5 +1,6 @@
 """A loaded bundle: text in, text out."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
 from specrun.runner.types import FinishReason, Token
+
+logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
@@ -263,6 +266,8 @@ class Runner:
         if not request.sampling.rejects:
             return request.proposer or default
         name = request.proposer or default.removesuffix(TREE_SUFFIX)
+        if request.proposer is None and name != default:
+            logger.info("the rejection rule judges chains: %s proposes instead of %s", name, default)
         if name.endswith(TREE_SUFFIX):
             raise RequestError(f"got proposer {name!r} with the rejection rule, which judges chains, not trees")
         return name

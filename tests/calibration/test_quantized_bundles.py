@@ -13,6 +13,7 @@ from specrun.engines.whole_text import WholeTextModel
 from specrun.runner.cli import run
 from specrun.runner.compare import compare
 from specrun.runner.runner import Request, Runner
+from specrun.runner.sampling import Sampling
 from specrun.runner.session import feed
 from tests import tiny, tiny_heads
 from tests.runner.test_runner import PROMPT, SAMPLINGS
@@ -60,9 +61,9 @@ def quantized_runner(quantized: Bundle) -> Runner:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_output_equals_plain_decoding(proposer: str, k: int, sampling: object, quantized_runner: Runner) -> None:
+def test_output_equals_plain_decoding(proposer: str, k: int, sampling: Sampling, quantized_runner: Runner) -> None:
     """Known faults 1, 2 and 22: a rounding that quantization enlarges would show here."""
-    request = Request(tuple(PROMPT), max_tokens=60, sampling=sampling, proposer=proposer, k=k)  # type: ignore[arg-type]
+    request = Request(tuple(PROMPT), max_tokens=60, sampling=sampling, proposer=proposer, k=k)
     result = compare(quantized_runner, request, repeats=1)
     assert result.identical, result.divergence
     assert result.speculative.statistics.proposed > 0
