@@ -1,5 +1,6 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
-# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [PRECISION=fp32|fp16|int8|int8-weights|int4-weights] [CAPACITY=...] [GPU=sm89] [OUT=build/bundles/NAME]
+# make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [BACKEND=ort|ort-cuda|tensorrt|tensorrt-rtx]
+#                [PRECISION=fp32|fp16|int8|int8-weights|int4-weights] [GPU="sm89 ..."] [CAPACITY=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
 # make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes
@@ -14,7 +15,8 @@ MODEL ?= smollm2-135m
 DRAFTS ?=
 K ?= 4
 NODES ?= 16
-PRECISION ?= fp32
+BACKEND ?= ort
+PRECISION ?=
 CAPACITY ?=
 GPU ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
@@ -28,8 +30,8 @@ demo: $(VENV)/.export
 	$(BIN)/specrun generate $(DEMO_BUNDLE) --chat --prompt "$$(cat runner/prompts/demo.txt)" --compare
 
 engines: $(VENV)/.export $(if $(GPU),$(VENV)/.gpu)
-	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --precision $(PRECISION) \
-		$(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
+	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --backend $(BACKEND) \
+		$(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
 test: check
 	$(BIN)/python -m pytest -q -m "not gpu and not model"

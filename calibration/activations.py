@@ -56,6 +56,7 @@ def collect(
         values = model.read(window, channels)
         picked = random.permutation(len(window))[:per_window]
         for name, value in values.items():
+            value = value.astype(np.float32, copy=False)
             magnitudes = np.abs(value)
             largest = magnitudes.max(0)
             maxima[name] = np.maximum(maxima.get(name, largest), largest)

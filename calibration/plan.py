@@ -66,11 +66,13 @@ def make_plan(graph: Graph, activations: dict[str, Activation], progress: Callab
     return plan
 
 
-def quantize_columns(weights: Array) -> tuple[Array, Array]:
-    """int8 [channels, columns] and float32 scales [columns]."""
+def quantize_columns(weights: Array, dtype: Any = np.float32) -> tuple[Array, Array]:
+    """int8 [channels, columns] and scales of type `dtype` [columns]."""
+    weights = weights.astype(np.float32)
     scales = np.abs(weights).max(0) / np.float32(LARGEST)
     scales[scales == 0] = 1
-    return _rounded(weights / scales).astype(np.int8), scales.astype(np.float32)
+    scales = np.maximum(scales, np.finfo(dtype).tiny).astype(dtype)
+    return _rounded(weights / scales.astype(np.float32)).astype(np.int8), scales
 
 
 def _can_be_smoothed(graph: Graph, name: str, products: int) -> bool:
@@ -127,4 +129,4 @@ def _rounded(values: Array) -> Array:
 
 
 def _some_columns(weights: Array) -> Array:
-    return weights[:, :: -(-weights.shape[1] // MAX_COLUMNS)]
+    return weights[:, :: -(-weights.shape[1] // MAX_COLUMNS)].astype(np.float32)

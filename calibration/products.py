@@ -36,6 +36,7 @@ class Graph:
     def __init__(self, path: Path) -> None:
         self.model = onnx.load(path)
         self._initializers = {each.name: each for each in self.model.graph.initializer}
+        self._folded: dict[str, onnx.NodeProto] = {}  # weights that are others transposed, until they are changed
         self._fold_transposes()
 
     def weights(self, name: str) -> Array:
@@ -43,6 +44,7 @@ class Graph:
 
     def set_weights(self, name: str, values: Array) -> None:
         """Replace weights, or add some."""
+        self._folded.pop(name, None)
         tensor = numpy_helper.from_array(np.ascontiguousarray(values), name)
         if name in self._initializers:
             self._initializers[name].CopyFrom(tensor)
@@ -75,6 +77,7 @@ class Graph:
 
     def save(self, path: Path) -> None:
         """Write the graph, its weights beside it in one file with `.data` at the end of its name."""
+        self._restore_transposes()
         data = f"{path.name}.data"
         onnx.save_model(self.model, path, save_as_external_data=True, location=data)
 
@@ -92,7 +95,19 @@ class Graph:
             name = f"{node.input[1]}.folded"
             permutation = next((list(each.ints) for each in source.attribute if each.name == "perm"), None)
             self.set_weights(name, self.weights(source.input[0]).transpose(permutation))
+            self._folded[name] = source
             node.input[1] = name
         for output, node in transposed.items():
             if not self.consumers(output):
                 self.model.graph.node.remove(node)
+
+    def _restore_transposes(self) -> None:
+        """A tied head that was not quantized goes on sharing the embedding's weights."""
+        for name, source in self._folded.items():
+            readers = [node for node in self.model.graph.node if name in node.input]
+            for node in readers:
+                node.input[1] = source.output[0]
+            if readers and not any(source.output[0] in node.output for node in self.model.graph.node):
+                self.model.graph.node.insert(0, source)
+        self._folded.clear()
+        self.drop_unused_weights()

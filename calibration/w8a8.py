@@ -44,14 +44,20 @@ def _smooth(graph: Graph, name: str, products: list[Product], plan: Plan) -> Non
     producer = graph.producer(name)
     assert producer is not None
     for weight in producer.input[1:]:
-        graph.set_weights(weight, graph.weights(weight) / factors)
+        _scale(graph, weight, 1 / factors)
     for product in products:
-        graph.set_weights(product.weights, graph.weights(product.weights) * factors[:, None])
+        _scale(graph, product.weights, factors[:, None])
+
+
+def _scale(graph: Graph, name: str, factors: Any) -> None:
+    weights = graph.weights(name)
+    graph.set_weights(name, (weights.astype(np.float32) * factors).astype(weights.dtype))
 
 
 def _quantize(graph: Graph, name: str, products: list[Product], scale: float, encoding: Encoding) -> None:
     parameters = [f"{name}.scale", f"{name}.zero_point"]
-    graph.set_weights(parameters[0], np.array(scale, np.float32))
+    dtype = graph.weights(products[0].weights).dtype
+    graph.set_weights(parameters[0], np.array(scale, dtype))
     graph.set_weights(parameters[1], np.array(encoding.zero_point, encoding.dtype))
     levels, rounded = f"{name}.levels", f"{name}.rounded"
     added = [
@@ -60,7 +66,7 @@ def _quantize(graph: Graph, name: str, products: list[Product], scale: float, en
     ]
     for product in products:
         weights = product.weights
-        integers, scales = quantize_columns(graph.weights(weights))
+        integers, scales = quantize_columns(graph.weights(weights), dtype)
         inputs = [f"{weights}.levels", f"{weights}.scales", f"{weights}.zero_points"]
         for tensor, values in zip(inputs, (integers, scales, np.zeros(len(scales), np.int8)), strict=True):
             graph.set_weights(tensor, values)

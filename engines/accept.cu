@@ -14,6 +14,8 @@
 //     best       the best tokens of each row: the choices               grid (rows)
 //     walk       the path of accepted nodes, and the next token         grid (requests), 32 threads
 //
+// The commit of a tree's path is gather_rows: its rows of the KV cache are moved together.
+//
 // The rejection rule (chains) goes process, summarize, reject. A draft's guesses take process to best, with
 // `probabilities` before add_noise where the rejection rule will judge them. Blocks have a multiple of 32 threads.
 // Everything that changes from round to round lies in device memory, so the launches can be captured in a CUDA graph.
@@ -625,3 +627,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 PROCESS(process_float32, FLOAT32)
 PROCESS(process_bfloat16, BFLOAT16)
 PROCESS(process_float16, FLOAT16)
+
+// ---------------------------------------------------------------------------------------------------------- commit
+
+// Moves rows `start + sources[i]`, ascending, to `start + i`, in every part [heads, rows, words] of a KV cache. A thread
+// moves its words of all rows one after the other, and no row moves backwards, so nothing is overwritten before it is
+// read. grid (parts, heads)
+extern "C" __global__ void gather_rows(u32* const* parts, const int* sources, int count, int start, int rows, int words) {
+    u32* part = parts[blockIdx.x] + ((u64)blockIdx.y * rows + start) * words;
+    for (int word = threadIdx.x; word < words; word += blockDim.x)
+        for (int row = 0; row < count; row++) part[(u64)row * words + word] = part[(u64)sources[row] * words + word];
+}

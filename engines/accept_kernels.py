@@ -47,3 +47,13 @@ def compiler_options(architecture: str) -> Any:
 
     # Fused multiply-add would round otherwise than the NumPy reference.
     return ProgramOptions(arch=architecture.replace("sm", "sm_"), std="c++17", fma=False)
+
+
+def architecture_here() -> str | None:
+    """Of this machine's first GPU, such as sm89; None without a GPU or what it takes to look."""
+    try:
+        from cuda.core import Device
+
+        return f"sm{Device(0).arch}"
+    except Exception:  # no package, no driver or no device: each has an error class of its own
+        return None

@@ -4,11 +4,12 @@ import contextlib
 import hashlib
 import logging
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,21 @@ import onnx_ir as ir
 
 import specrun.calibration
 import specrun.export
+from specrun.calibration.plan import Plan
 from specrun.calibration.report import render_report
 from specrun.calibration.texts import TEXTS
-from specrun.engines import ort
+from specrun.engines import tensorrt
 from specrun.engines.accept_kernels import architecture_file, compile_kernels, require_architecture
+from specrun.engines.backend import (
+    BACKENDS,
+    EARLY_EXIT_MODEL,
+    GPU_BACKENDS,
+    ORT,
+    TENSORRT_BACKENDS,
+    engine_file,
+)
 from specrun.engines.card import ExportCard
+from specrun.engines.compiler import Compiler
 from specrun.engines.exit_choice import choose_exit, compile_exit, parse_early_exit, skipped_layers
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
@@ -29,7 +40,6 @@ from specrun.engines.manifest import (
     EAGLE,
     EAGLE3,
     EARLY_EXIT,
-    EARLY_EXIT_FILE,
     ENGINE_FILE,
     FORMAT_VERSION,
     KERNELS,
@@ -54,12 +64,13 @@ from specrun.engines.manifest import (
 )
 from specrun.engines.memory import require_room
 from specrun.engines.pair import require_pair
-from specrun.engines.precision import PRECISIONS, Compile
+from specrun.engines.precision import find_precision
 from specrun.engines.quantization import measure_loss, plan_activations
 from specrun.engines.schema import SchemaError
 from specrun.engines.shared_weights import share_weights
 from specrun.engines.source import BuildError, Source
 from specrun.engines.staging import staged_directory
+from specrun.engines.tensorrt_build import FIRST_WIDTH, require_gpus
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.graph import PRECISIONS as DTYPES
 from specrun.export.head_graph import write_head
@@ -84,11 +95,12 @@ class BuildOptions:
     k: int = 4
     nodes: int = 16  # of a proposed tree
     p_min: float = 0.1  # on a CPU one more row of a verification costs about a twentieth of a plain step
-    precision: str = "fp32"  # a name of engines/precision.py
+    backend: str = ORT  # a name of engines/backend.py
+    precision: str | None = None  # a name of engines/precision.py; None: the backend's first
     text: Path | None = None  # to measure a quantized model with; None: built-in
     accept_quality_loss: bool = False  # build a quantized model however much it lost
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
-    gpus: tuple[str, ...] = ()  # architectures to compile the accept step for: "sm89"
+    gpus: tuple[str, ...] = ()  # architectures to build for: "sm89"
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
@@ -97,20 +109,56 @@ class BuildOptions:
             raise BuildError(f"got {self.nodes} tree nodes, expected 1 to {MAX_NODES}")
         if not 0 <= self.p_min < 1:
             raise BuildError(f"got p-min {self.p_min}, expected a probability below 1 (0: propose everything)")
-        if self.precision not in PRECISIONS:
-            raise BuildError(f"got precision {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
+        if self.backend not in BACKENDS:
+            raise BuildError(f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+        find_precision(self.backend, self.precision)
         if self.capacity is not None and self.capacity <= self.k + 1:
             raise BuildError(f"got capacity {self.capacity}, expected more than k + 1 = {self.k + 1} tokens")
+        if self.backend in GPU_BACKENDS and not self.gpus:
+            raise BuildError(
+                f"the backend {self.backend} needs --gpu: the GPU that the bundle will run on, such as sm89"
+            )
         for gpu in self.gpus:
             require_architecture(gpu)
+        if self.backend in TENSORRT_BACKENDS:
+            require_gpus(self.backend, self.gpus)
+
+    def compiler(self, cache: Path) -> Compiler:
+        return Compiler(
+            self.backend, find_precision(self.backend, self.precision), self.engine_widths, self.gpus, cache
+        )
 
     @property
     def export_precision(self) -> str:
-        return PRECISIONS[self.precision].export
+        return find_precision(self.backend, self.precision).export
 
     @property
     def quantized(self) -> bool:
-        return PRECISIONS[self.precision].quantized
+        return find_precision(self.backend, self.precision).quantized
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens per call: plain decoding, verification of a chain, of a tree, prefill chunk."""
+        return 1, self.k + 1, self.nodes + 1, PREFILL_WIDTH
+
+    @property
+    def engine_widths(self) -> tuple[int, ...]:
+        """Those that engines with static shapes have profiles for, ascending. Quantized ones decode at one width only:
+        engines of two widths may round differently, which is enough for an activation to fall on the next level."""
+        decoding = {max(self.widths[:-1])} if self.quantized else {max(FIRST_WIDTH, width) for width in self.widths}
+        return tuple(sorted({*decoding, PREFILL_WIDTH}))
+
+    @property
+    def command(self) -> str:
+        """That asks for the same again; without the GPUs."""
+        parts = ["specrun", "build", self.model, "--out", str(self.out)]
+        parts += [part for draft in self.drafts for part in ("--draft", draft)]
+        parts += ["--k", str(self.k), "--nodes", str(self.nodes), "--p-min", f"{self.p_min:g}"]
+        parts += ["--backend", self.backend]
+        for option, value in (("--precision", self.precision), ("--text", self.text), ("--capacity", self.capacity)):
+            parts += [option, str(value)] if value else []
+        parts += ["--accept-quality-loss"] if self.accept_quality_loss else []
+        return shlex.join(parts)
 
 
 @dataclass(frozen=True)
@@ -158,6 +206,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     Returns False if the bundle was already there, made from the same inputs, and is intact.
     Raises an error of `engines` or `export` that says what is wrong.
     """
+    compiler = options.compiler(downloads.parent / "timing")
     target = Source.open(options.model, options.export_precision, downloads)
     drafts = Drafts.open(options, downloads)
     capacity = options.capacity or min(DEFAULT_CAPACITY, target.context.positions)
@@ -180,33 +229,36 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
             options.quantized,
         )
         taps = tuple(sorted({tap for head, _ in heads.values() for tap in head.taps}))
-        card, entries, quality = _add_target(target, taps, drafts, directory, options)
+        card, entries, quality = _add_target(target, taps, drafts, directory, options, compiler, capacity)
         for kind, (head, name) in heads.items():
-            entries[kind] = _add_head(kind, head, name, directory, options, capacity)
-        draft_card = _add_model(drafts.model, DRAFT, directory, options) if drafts.model else None
+            entries[kind] = _add_head(kind, head, name, directory, compiler, capacity)
+        draft_capacity = min(capacity, drafts.model.context.limit) if drafts.model else 0
+        draft_card = _add_draft(drafts.model, directory, options, compiler, draft_capacity) if drafts.model else None
         _add_kernels(kernels, directory)
         logger.info("hashing")
         write_manifest(
             directory,
             Manifest(
                 format_version=FORMAT_VERSION,
-                backend=ort.NAME,
-                precision=options.precision,
+                backend=options.backend,
+                precision=compiler.precision.name,
                 quality=quality,
                 capacity=capacity,
-                draft_capacity=min(capacity, drafts.model.context.limit) if drafts.model else 0,
+                draft_capacity=draft_capacity,
                 k=options.k,
                 nodes=options.nodes,
                 p_min=options.p_min,
-                widths=(1, options.k + 1, options.nodes + 1, PREFILL_WIDTH),
+                widths=options.widths,
+                engine_widths=options.engine_widths,
                 proposer=drafts.proposer,
                 gpus=options.gpus,
                 target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
                 draft=draft_card.model if draft_card else None,
                 heads=entries,
                 files=file_entries(directory),
-                versions=card.versions | {"onnxruntime": version("onnxruntime"), "machine": platform.machine()},
+                versions=card.versions | _versions(options.backend),
                 inputs=fingerprint,
+                command=options.command,
             ),
         )
     return True
@@ -238,8 +290,26 @@ def _load_heads(target: Source, drafts: Drafts) -> dict[str, tuple[Head, str]]:
     return {head.kind: (head.load(shape), head.name) for head in drafts.heads}
 
 
+def _versions(backend: str) -> dict[str, str]:
+    versions = {"onnxruntime": _onnxruntime_version(), "machine": platform.machine()}
+    return versions | ({backend: tensorrt.version(backend)} if backend in TENSORRT_BACKENDS else {})
+
+
+def _onnxruntime_version() -> str:
+    try:
+        return version("onnxruntime")
+    except PackageNotFoundError:  # a build for NVIDIA GPUs has another name
+        return version("onnxruntime-gpu")
+
+
 def _add_target(
-    source: Source, taps: tuple[int, ...], drafts: Drafts, bundle: Path, options: BuildOptions
+    source: Source,
+    taps: tuple[int, ...],
+    drafts: Drafts,
+    bundle: Path,
+    options: BuildOptions,
+    compiler: Compiler,
+    capacity: int,
 ) -> tuple[ExportCard, dict[str, HeadEntry], Quality | None]:
     """Put the compiled target into the bundle, with the outputs that heads read and the early exit if it has one."""
     with _exported(source, TARGET, bundle, options) as export:
@@ -251,20 +321,18 @@ def _add_target(
             add_taps(tapped, replace(card.model.signature, taps=taps))
             ir.save(tapped, graph)  # on the export's weights
             del tapped
-        logger.info("%s: compiling for ONNX Runtime, %s", TARGET, options.precision)
-        precision = PRECISIONS[options.precision]
-        plan = plan_activations(graph, directory, card.model, precision, options.text)
-        compile_graph = partial(precision.compile, plan=plan)
-        compile_graph(graph, directory / ENGINE_FILE)
-        quality = measure_loss(graph, directory, card.model, precision, options.text, options.accept_quality_loss)
+        logger.info("%s: compiling for %s, %s", TARGET, options.backend, compiler.precision.name)
+        plan = plan_activations(graph, directory, card.model, compiler.precision, options.text)
+        quality = measure_loss(graph, directory, card.model, compiler, plan, options.text, options.accept_quality_loss)
         if quality is not None:
-            report = render_report(card.model.name, precision.name, quality, plan)
+            report = render_report(card.model.name, compiler.precision.name, quality, plan)
             (bundle / QUANTIZATION_REPORT).write_text(report, encoding="utf-8")
+        compiler.compile(graph, directory / engine_file(options.backend), capacity, plan)
         if taps:
             graph.unlink()
         if drafts.early_exit is None:
             return card, {}, quality
-        entry = _add_exit(drafts.early_exit, export, directory, card.model, options, compile_graph)
+        entry = _add_exit(drafts.early_exit, export, directory, card.model, options.k, compiler, capacity, plan)
         return card, {EARLY_EXIT: entry}, quality
 
 
@@ -273,29 +341,29 @@ def _add_exit(
     export: Path,
     directory: Path,
     model: ModelEntry,
-    options: BuildOptions,
-    compile_graph: Compile,
+    k: int,
+    compiler: Compiler,
+    capacity: int,
+    plan: Plan | None,
 ) -> HeadEntry:
     signature = model.signature
     if asked == 0:
         tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
         texts = [tokenizer.encode(text).ids for text in TEXTS]
-        skipped = choose_exit(
-            export / ENGINE_FILE,
-            directory / ENGINE_FILE,
-            signature,
-            texts,
-            options.k,
-            directory,
-            compile_graph,
-        )
+        measuring = partial(compiler.compile_for_measuring, plan=plan)
+        skipped = choose_exit(export / ENGINE_FILE, signature, texts, k, directory, measuring)
     else:
         skipped = skipped_layers(asked, signature.num_layers)
     signature = replace(signature, skipped=skipped)
-    compile_exit(export / ENGINE_FILE, directory / EARLY_EXIT_FILE, signature, compile_graph)
-    own = share_weights(directory / EARLY_EXIT_FILE, directory / ENGINE_FILE)
+    backend = compiler.backend
+    engine = directory / engine_file(backend, EARLY_EXIT_MODEL)
+    compile_exit(export / ENGINE_FILE, engine, signature, partial(compiler.compile, capacity=capacity, plan=plan))
     kept = signature.num_layers - len(skipped)
-    logger.info("early exit: %d of %d layers, %d bytes of weights of its own", kept, signature.num_layers, own)
+    if backend in TENSORRT_BACKENDS:
+        logger.info("early exit: %d of %d layers, with weights of its own", kept, signature.num_layers)
+    else:
+        own = share_weights(engine, directory / engine_file(backend))
+        logger.info("early exit: %d of %d layers, %d bytes of weights of its own", kept, signature.num_layers, own)
     return HeadEntry(
         name=f"{kept} of {signature.num_layers} layers",
         parameters=0,
@@ -307,28 +375,27 @@ def _add_exit(
     )
 
 
-def _add_head(kind: str, head: Head, name: str, bundle: Path, options: BuildOptions, capacity: int) -> HeadEntry:
+def _add_head(kind: str, head: Head, name: str, bundle: Path, compiler: Compiler, capacity: int) -> HeadEntry:
     logger.info("%s: exporting %s parameters", name, f"{head.parameters:,}")
     directory, export = bundle / kind, bundle / f"{kind}-export"
     directory.mkdir()
     export.mkdir()
-    entry = write_head(head, name, export, DTYPES[options.export_precision], capacity)
+    entry = write_head(head, name, export, DTYPES[compiler.precision.export], capacity)
     for file in sorted(export.glob("*.onnx")):
-        PRECISIONS[options.precision].compile(file, directory / file.name)
+        compiler.compile(file, directory / engine_file(compiler.backend, file.stem), entry.capacity)
     if entry.reduced_vocabulary:
         shutil.copyfile(export / VOCABULARY_FILE, directory / VOCABULARY_FILE)
     shutil.rmtree(export)
     return entry
 
 
-def _add_model(source: Source, name: str, bundle: Path, options: BuildOptions) -> ExportCard:
-    """Put one compiled model and its tokenizer into `bundle`/`name`."""
-    with _exported(source, name, bundle, options) as export:
-        card, graph = ExportCard.read(export), export / ENGINE_FILE
-        logger.info("%s: compiling for ONNX Runtime, %s", name, options.precision)
-        precision = PRECISIONS[options.precision]
-        plan = plan_activations(graph, bundle / name, card.model, precision, options.text)
-        precision.compile(graph, bundle / name / ENGINE_FILE, plan)
+def _add_draft(source: Source, bundle: Path, options: BuildOptions, compiler: Compiler, capacity: int) -> ExportCard:
+    """Put the compiled draft model and its tokenizer into the bundle."""
+    with _exported(source, DRAFT, bundle, options) as export:
+        card, graph, directory = ExportCard.read(export), export / ENGINE_FILE, bundle / DRAFT
+        logger.info("%s: compiling for %s, %s", DRAFT, options.backend, compiler.precision.name)
+        plan = plan_activations(graph, directory, card.model, compiler.precision, options.text)
+        compiler.compile(graph, directory / engine_file(options.backend), capacity, plan)
         return card
 
 
@@ -355,9 +422,10 @@ def _fingerprint(options: BuildOptions, target: Source, drafts: Drafts) -> str:
         target.fingerprint,
         drafts.fingerprint(),
         f"{options.accept_quality_loss} {FileEntry.of(options.text).sha256 if options.text else ''}",
-        f"{options.k} {options.nodes} {options.p_min} {options.precision} {options.capacity} {options.gpus}",
+        f"{options.k} {options.nodes} {options.p_min} {options.backend} {options.precision} {options.capacity}",
+        f"{options.gpus} {_versions(options.backend)}",
         *(FileEntry.of(file).sha256 for file in code),
-        *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript", "onnxruntime")),
+        *(f"{package} {version(package)}" for package in ("torch", "transformers", "onnxscript")),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from specrun.engines.compiler import Compile
 from specrun.engines.errors import SpecrunError
-from specrun.engines.precision import Compile
 from specrun.engines.signature import Signature
 from specrun.engines.whole_text import WholeTextModel
 from specrun.export.early_exit import skip_layers
@@ -70,7 +70,6 @@ def compile_exit(export: Path, engine: Path, signature: Signature, compile_graph
 
 def choose_exit(
     export: Path,
-    target_engine: Path,
     signature: Signature,
     texts: Sequence[Sequence[int]],
     k: int,
@@ -78,8 +77,10 @@ def choose_exit(
     compile_graph: Compile,
 ) -> tuple[int, ...]:
     """The early exit that promises the largest speed-up on `texts`, token ids each: how often it agrees with the
-    target's greedy choice, against its share of the target's time."""
+    target's greedy choice, against its share of the target's time, both on ONNX Runtime. `compile_graph`: for that."""
     plain = replace(signature, taps=())
+    target_engine = scratch / "whole.onnx"
+    compile_graph(export, target_engine)
     target = WholeTextModel(target_engine, plain)
     wanted = [target.choices(text) for text in texts]
     step = target.step_seconds()
@@ -108,6 +109,8 @@ def choose_exit(
         del model
         for file in scratch.glob(f"{engine.name}*"):
             file.unlink()
+    for file in scratch.glob(f"{target_engine.name}*"):
+        file.unlink()
     if best is None:
         raise EarlyExitError(f"a target of {signature.num_layers} layers has no early exit")
     if best[0] < 1:

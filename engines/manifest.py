@@ -7,6 +7,8 @@ BUNDLE/
   draft/ ...                       as target/, where the bundle has a draft model
   medusa/model.onnx [, model.onnx.data, vocabulary.npy]
   eagle/, eagle3/                  as medusa/, and fuse.onnx where the head reads several of the target's states
+  */model.engine ...               instead of .onnx and .onnx.data where the backend is TensorRT or TensorRT-RTX
+  */*.layers.json                  what each engine is made of
   quantization.html                what a quantized target lost
   kernels/accept.sm89.cubin ...    the accept step, compiled for each GPU architecture that the bundle is built for
 """
@@ -16,17 +18,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from specrun.engines.backend import BACKENDS, MODEL, engine_file
 from specrun.engines.context import Context
-from specrun.engines.errors import SpecrunError
+from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
 
-EARLY_EXIT_FILE, FUSE_FILE, VOCABULARY_FILE = "early_exit.onnx", "fuse.onnx", "vocabulary.npy"
+VOCABULARY_FILE = "vocabulary.npy"
 
 # Proposers, as vLLM names them. The same with TREE_SUFFIX proposes trees, with NGRAM_FIRST only where a lookup finds
 # nothing.
@@ -114,23 +117,25 @@ class Manifest:
     """Everything that a runner must know before it loads a weight."""
 
     format_version: int
-    backend: str  # "ort"
+    backend: str  # one of engines/backend.py
     precision: str  # one of engines/precision.py
     quality: Quality | None  # of a quantized target
     capacity: int  # tokens that the target's KV cache can hold
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round
     widths: tuple[int, ...]  # tokens per call: plain decoding, verification of a chain, of a tree, prefill chunk
+    engine_widths: tuple[int, ...]  # those that engines with static shapes have profiles for, ascending
     nodes: int  # default size of a proposed tree
     p_min: float  # default probability below which a draft's guesses are not proposed
     proposer: str  # default proposer
-    gpus: tuple[str, ...]  # architectures that it has kernels for: "sm89"
+    gpus: tuple[str, ...]  # architectures that it is built for: "sm89"
     target: ModelEntry
     draft: ModelEntry | None
     heads: dict[str, HeadEntry]  # by proposer
     files: dict[str, FileEntry]  # by path relative to the bundle
     versions: dict[str, str]  # of the packages that built it
     inputs: str  # fingerprint of sources and options, so that an unchanged build is not repeated
+    command: str  # that builds it again, the GPUs left out
 
     @property
     def quantized(self) -> bool:
@@ -165,6 +170,18 @@ class Bundle:
         """Path of a file of the target, the draft or a head."""
         return self.path / model / name
 
+    def engine(self, model: str, engine: str = MODEL) -> Path:
+        """Path of an engine of the target, the draft or a head."""
+        return self.model_file(model, engine_file(self.manifest.backend, engine))
+
+    def require_gpu(self, gpu: str) -> None:
+        """Whether it is built for the architecture `gpu`, such as sm89. Raises UnfitError."""
+        if gpu not in self.manifest.gpus:
+            raise UnfitError(
+                f"this GPU is {gpu}, {self.path} was built for {', '.join(self.manifest.gpus) or 'none'}; rebuild it "
+                f"with: {self.manifest.command} --gpu {gpu}"
+            )
+
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the bundle at `path`, without looking at the other files."""
@@ -183,6 +200,8 @@ def read_manifest(path: Path) -> Manifest:
             f"{file}: got format_version {version!r}, expected {FORMAT_VERSION}; rebuild the bundle with this version"
         )
     manifest = from_json(Manifest, data, str(file))
+    if manifest.backend not in BACKENDS:
+        raise SchemaError(f"{file}: got backend {manifest.backend!r}, expected one of {', '.join(BACKENDS)}")
     for kind, head in manifest.heads.items():
         if kind not in (MEDUSA, EAGLE, EAGLE3, EARLY_EXIT) or not set(head.taps) <= set(manifest.target.signature.taps):
             raise SchemaError(

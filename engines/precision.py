@@ -1,17 +1,13 @@
-"""The precisions that a bundle can be built in, and how a graph is compiled for each."""
+"""The precisions that a bundle can be built in, by backend."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from specrun.calibration.plan import Plan
-from specrun.calibration.products import Graph
-from specrun.calibration.w8a8 import UNSIGNED, quantize_products
-from specrun.calibration.weights import quantize_weights
-from specrun.engines import ort
+from specrun.engines.backend import ORT, ORT_CUDA, TENSORRT, TENSORRT_RTX
+from specrun.engines.errors import SpecrunError
 
-# Compiles a graph into an engine.
-Compile = Callable[[Path, Path], None]
+
+class PrecisionError(SpecrunError):
+    """A backend has no such precision."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +22,36 @@ class Precision:
 
     @property
     def quantized(self) -> bool:
-        return self.weight_bits is not None
-
-    def compile(self, graph: Path, engine: Path, plan: Plan | None = None) -> None:
-        """Compile `graph` for ONNX Runtime. Without a plan only weights are quantized. Raises EngineError."""
-        if self.weight_bits is None:
-            ort.compile_graph(graph, engine)
-            return
-        opened = Graph(graph)
-        if plan is not None:
-            quantize_products(opened, plan, UNSIGNED)
-        quantize_weights(opened, self.weight_bits, self.block)
-        quantized = engine.with_name(f"{engine.stem}-quantized.onnx")
-        opened.save(quantized)
-        del opened
-        ort.compile_graph(quantized, engine)
-        for file in engine.parent.glob(f"{quantized.name}*"):
-            file.unlink()
+        return self.activations or self.weight_bits is not None
 
 
+FP16 = Precision("fp16", "fp16")
 # Block sizes: with 8-bit weights everywhere SmolLM2-135M's perplexity rises by 0.2 % with 16 weights to a scale, by
 # 0.7 % with 32 and by 1.8 % with 128. Where the plan takes half of the products anyway, 64 lose no more than 16, and a
 # call of five tokens is a tenth faster.
+ORT_PRECISIONS = (
+    Precision("fp32", "fp32"),
+    FP16,
+    Precision("int8", "fp32", weight_bits=8, block=64, activations=True),
+    Precision("int8-weights", "fp32", weight_bits=8, block=16),
+    Precision("int4-weights", "fp32", weight_bits=4, block=16),
+)
+# TensorRT has no fused attention for fp32. What the plan leaves out of 8 bits stays in fp16.
+TENSORRT_PRECISIONS = (FP16, Precision("int8", "fp16", activations=True))
+# The first of each is the default.
 PRECISIONS = {
-    each.name: each
-    for each in (
-        Precision("fp32", "fp32"),
-        Precision("fp16", "fp16"),
-        Precision("int8", "fp32", weight_bits=8, block=64, activations=True),
-        Precision("int8-weights", "fp32", weight_bits=8, block=16),
-        Precision("int4-weights", "fp32", weight_bits=4, block=16),
-    )
+    ORT: ORT_PRECISIONS,
+    ORT_CUDA: (FP16, ORT_PRECISIONS[0]),
+    TENSORRT: TENSORRT_PRECISIONS,
+    TENSORRT_RTX: TENSORRT_PRECISIONS,
 }
+
+
+def find_precision(backend: str, name: str | None) -> Precision:
+    """The precision called `name`, or the default of `backend`, which must be known. Raises PrecisionError."""
+    known = PRECISIONS[backend]
+    for precision in known:
+        if name in (None, precision.name):
+            return precision
+    names = ", ".join(precision.name for precision in known)
+    raise PrecisionError(f"got precision {name!r}, the backend {backend} has {names}")

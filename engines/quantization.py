@@ -10,7 +10,8 @@ from specrun.calibration.plan import Plan, make_plan
 from specrun.calibration.products import Graph
 from specrun.calibration.quality import describe, measure, require_quality
 from specrun.engines import ort
-from specrun.engines.manifest import ENGINE_FILE, TOKENIZER_FILE, ModelEntry, Quality
+from specrun.engines.compiler import Compiler
+from specrun.engines.manifest import TOKENIZER_FILE, ModelEntry, Quality
 from specrun.engines.precision import Precision
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.engines.whole_text import MAX_TEXT_TOKENS
@@ -36,22 +37,31 @@ def plan_activations(
 
 
 def measure_loss(
-    graph: Path, directory: Path, model: ModelEntry, precision: Precision, text: Path | None, accept: bool
+    graph: Path,
+    directory: Path,
+    model: ModelEntry,
+    compiler: Compiler,
+    plan: Plan | None,
+    text: Path | None,
+    accept: bool,
 ) -> Quality | None:
-    """Compare a quantized engine in `directory` with the unquantized `graph`; None for other precisions. Raises
-    QualityError if it lost too much, unless that is to be accepted, or CorpusError."""
-    if not precision.quantized:
+    """Compare what quantization makes of `graph` with the graph itself; None for precisions without. `directory`: for
+    intermediate files. Raises QualityError if it lost too much, unless that is to be accepted, or CorpusError.
+
+    Both are computed by ONNX Runtime's CPU provider: a build needs no GPU."""
+    if not compiler.precision.quantized:
         return None
     windows = _corpus(directory, model, text).held_out
-    reference = directory / "reference.onnx"
+    reference, measured = directory / "reference.onnx", directory / "measured.onnx"
     ort.compile_graph(graph, reference)
+    compiler.compile_for_measuring(graph, measured, plan)
     progress = _progress(f"{model.name}: measuring what was lost, windows of text", len(windows))
-    quality = measure(reference, directory / ENGINE_FILE, model.signature, windows, model.vocabulary_size, progress)
-    for file in directory.glob(f"{reference.name}*"):
+    quality = measure(reference, measured, model.signature, windows, model.vocabulary_size, progress)
+    for file in (*directory.glob(f"{reference.name}*"), *directory.glob(f"{measured.name}*")):
         file.unlink()
     logger.info("%s: %s", model.name, describe(quality))
     if not accept:
-        require_quality(quality, model.name, precision.name)
+        require_quality(quality, model.name, compiler.precision.name)
     return quality
 
 

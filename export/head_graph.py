@@ -8,8 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from specrun.engines.backend import FUSE
 from specrun.engines.context import Context
-from specrun.engines.manifest import ENGINE_FILE, FUSE_FILE, VOCABULARY_FILE, HeadEntry
+from specrun.engines.manifest import ENGINE_FILE, VOCABULARY_FILE, HeadEntry
 from specrun.engines.signature import (
     BATCH,
     CACHE_LENGTH,
@@ -79,7 +80,7 @@ def _write_eagle(head: EagleHead, directory: Path) -> Signature:
     )
     if head.shape.version == 3:
         width = len(head.shape.taps) * head.shape.target_hidden_size
-        _write_stateless(_Fuse(head), width, FEATURES, directory / FUSE_FILE)
+        _write_stateless(_Fuse(head), width, FEATURES, directory / f"{FUSE}.onnx")
     config._attn_implementation = ATTENTION
     ids, positions, length, mask, caches = example_inputs(signature, head.fc.weight.dtype)
     features = torch.zeros(*ids.shape, config.hidden_size, dtype=head.fc.weight.dtype)

@@ -147,7 +147,16 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 @click.option(
     "--p-min", type=float, default=0.1, show_default=True, help="What a draft finds less likely is not proposed."
 )
-@click.option("--precision", default="fp32", show_default=True, help="fp32, fp16, int8, int8-weights or int4-weights.")
+@click.option(
+    "--backend",
+    default="ort",
+    show_default=True,
+    help="ort (ONNX Runtime on the CPU), ort-cuda, tensorrt or tensorrt-rtx.",
+)
+@click.option(
+    "--precision",
+    help="fp32, fp16, int8, int8-weights or int4-weights; by default fp32 for ort, fp16 for the others.",
+)
 @click.option(
     "--text",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -155,9 +164,7 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 )
 @click.option("--accept-quality-loss", is_flag=True, help="Build a quantized model however much it lost.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
-@click.option(
-    "--gpu", "gpus", multiple=True, help="Compile the accept step for this architecture (sm89); may be repeated."
-)
+@click.option("--gpu", "gpus", multiple=True, help="Architecture that the bundle will run on (sm89); may be repeated.")
 def build(
     model: str,
     out: Path,
@@ -165,7 +172,8 @@ def build(
     k: int,
     nodes: int,
     p_min: float,
-    precision: str,
+    backend: str,
+    precision: str | None,
     text: Path | None,
     accept_quality_loss: bool,
     capacity: int | None,
@@ -177,7 +185,9 @@ def build(
     """
     with _export_packages():
         from specrun.engines.build import BuildOptions, build_bundle
-    options = BuildOptions(model, out, drafts, k, nodes, p_min, precision, text, accept_quality_loss, capacity, gpus)
+    options = BuildOptions(
+        model, out, drafts, k, nodes, p_min, backend, precision, text, accept_quality_loss, capacity, gpus
+    )
     build_bundle(options, _downloads())
     click.echo(str(out))
 

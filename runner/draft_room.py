@@ -2,6 +2,8 @@
 
 import logging
 
+from specrun.runner.session import Session
+
 logger = logging.getLogger(__name__)
 
 
@@ -9,8 +11,9 @@ class DraftRoom:
     """The nodes of a proposal's last level are never read; those of the levels above are written to the draft's cache
     behind the committed tokens."""
 
-    def __init__(self, capacity: int, breadth: int) -> None:
-        self._capacity = capacity
+    def __init__(self, session: Session, breadth: int) -> None:
+        self._capacity = session.capacity
+        self._deepest = session.max_nodes // breadth + 1
         self._breadth = breadth
         self._reported = False
 
@@ -21,7 +24,7 @@ class DraftRoom:
     def depth(self, limit: int, rows: int) -> int:
         """At most `limit` positions, once the cache holds `rows` committed tokens; 0 if there is no room, which is
         logged once a sequence."""
-        depth = min(limit, (self._capacity - rows) // self._breadth + 1)
+        depth = min(limit, self._deepest, (self._capacity - rows) // self._breadth + 1)
         if depth < 1 and not self._reported:
             logger.warning(
                 "the draft's context of %d tokens is used up at token %d; decoding goes on without it",

@@ -1,18 +1,17 @@
 """The drafts of a bundle: their engines, loaded when first asked for, and the proposers made of them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from specrun.engines.backend import EARLY_EXIT_MODEL, FUSE
 from specrun.engines.manifest import (
     DRAFT,
     DRAFT_MODEL,
     EARLY_EXIT,
-    EARLY_EXIT_FILE,
-    ENGINE_FILE,
-    FUSE_FILE,
     MEDUSA,
     TARGET,
     TREE_SUFFIX,
@@ -20,13 +19,14 @@ from specrun.engines.manifest import (
     Bundle,
 )
 from specrun.runner.draft_tree import CHAIN, TreeShape
-from specrun.runner.kv_cache import KVCache
+from specrun.runner.loader import Loader
+from specrun.runner.logits import Logits
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.draft_model import DraftModel
 from specrun.runner.proposers.eagle import Eagle
 from specrun.runner.proposers.early_exit import EarlyExit
 from specrun.runner.proposers.medusa import Medusa
-from specrun.runner.session_ort import OrtSession, StatelessEngine
+from specrun.runner.session import Session
 
 Array = np.ndarray[Any, Any]
 
@@ -34,12 +34,15 @@ Array = np.ndarray[Any, Any]
 class DraftSessions:
     """Makes proposers; those of the same draft share its engine and its cache."""
 
-    def __init__(self, bundle: Bundle, target_cache: KVCache) -> None:
+    def __init__(self, bundle: Bundle, loader: Loader, target_cache: Any) -> None:
+        """`target_cache`: as `loader` made it."""
         self._bundle = bundle
+        self._loader = loader
         self._manifest = bundle.manifest
         self._target_cache = target_cache
         self._session = cache(self._load_session)
-        self._stateless = cache(self._load_stateless)
+        self._heads = cache(self._load_heads)
+        self._fuse = cache(self._load_fuse)
         self._kinds = [*([DRAFT_MODEL] if self._manifest.draft else []), *self._manifest.heads]
 
     @property
@@ -58,18 +61,10 @@ class DraftSessions:
             return EarlyExit(self._session(kind), shape)
         columns = self._tapped_columns(kind)
         if kind == MEDUSA:
-            heads = self._stateless(kind, ENGINE_FILE)
-            size = None if self._manifest.heads[kind].reduced_vocabulary else self._manifest.target.vocabulary_size
-            return Medusa(lambda hidden: heads(hidden[None, columns])[0, :, :size], self._vocabulary(kind), shape)
-        fuse = FUSE_FILE if self._bundle.model_file(kind, FUSE_FILE).is_file() else None
-        fused = self._stateless(kind, fuse) if fuse else np.copy
-        return Eagle(
-            self._session(kind),
-            lambda hidden: fused(hidden[:, columns]),
-            self._vocabulary(kind),
-            prefill_width,
-            shape,
-        )
+            heads = self._heads(kind)
+            return Medusa(lambda hidden: heads(hidden[columns]), shape)
+        fuse = self._fuse(kind) if self._bundle.engine(kind, FUSE).is_file() else np.copy
+        return Eagle(self._session(kind), lambda hidden: fuse(hidden[:, columns]), prefill_width, shape)
 
     def _tapped_columns(self, kind: str) -> Array:
         """Which columns of the target's hidden_states this head reads."""
@@ -82,26 +77,36 @@ class DraftSessions:
             return None
         return np.asarray(np.load(self._bundle.model_file(kind, VOCABULARY_FILE), allow_pickle=False))
 
-    def _load_session(self, kind: str) -> OrtSession:
-        target, draft = self._manifest.target, self._manifest.draft
+    def _load_session(self, kind: str) -> Session:
+        target, draft, loader = self._manifest.target, self._manifest.draft, self._loader
         if kind == DRAFT_MODEL:
             assert draft is not None
-            return OrtSession(
-                self._bundle.model_file(DRAFT, ENGINE_FILE),
+            return loader.draft(
+                self._bundle.engine(DRAFT),
                 draft.signature,
-                KVCache(draft.signature, draft.cache_dtype, self._manifest.draft_capacity),
+                loader.cache(draft.signature, draft.cache_dtype, self._manifest.draft_capacity),
                 draft.cache_dtype,
                 min(draft.vocabulary_size, target.vocabulary_size),
             )
         head = self._manifest.heads[kind]
         assert head.signature is not None
         if kind == EARLY_EXIT:
-            engine, kv_cache = self._bundle.model_file(TARGET, EARLY_EXIT_FILE), self._target_cache
+            engine, kv_cache = self._bundle.engine(TARGET, EARLY_EXIT_MODEL), self._target_cache
         else:
-            engine = self._bundle.model_file(kind, ENGINE_FILE)
-            kv_cache = KVCache(head.signature, target.cache_dtype, head.capacity)
+            engine = self._bundle.engine(kind)
+            kv_cache = loader.cache(head.signature, target.cache_dtype, head.capacity)
         size = head.signature.vocab_size if head.reduced_vocabulary else target.vocabulary_size
-        return OrtSession(engine, head.signature, kv_cache, target.cache_dtype, size)
+        return loader.draft(engine, head.signature, kv_cache, target.cache_dtype, size, self._vocabulary(kind))
 
-    def _load_stateless(self, kind: str, file: str) -> StatelessEngine:
-        return StatelessEngine(self._bundle.model_file(kind, file), self._manifest.target.cache_dtype)
+    def _load_heads(self, kind: str) -> Callable[[Array], Logits]:
+        head, target, ids = self._manifest.heads[kind], self._manifest.target, self._vocabulary(kind)
+        columns = target.signature.vocab_size if ids is None else len(ids)
+        shape = (len(self._tapped_columns(kind)), head.positions, columns)
+        size = target.vocabulary_size if ids is None else columns
+        return self._loader.heads(self._bundle.engine(kind), shape, target.cache_dtype, size, ids)
+
+    def _load_fuse(self, kind: str) -> Callable[[Array], Array]:
+        signature = self._manifest.heads[kind].signature
+        assert signature is not None
+        shape = (len(self._tapped_columns(kind)), signature.hidden_size)
+        return self._loader.fuse(self._bundle.engine(kind, FUSE), shape, self._manifest.target.cache_dtype)

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from specrun.runner.sampling import Guesses
+from specrun.runner.logits import Logits, Place
+from specrun.runner.sampling import Chooser
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
 
-# (logits of one row, the nodes' tokens that lead to it, count) -> what the draft would choose next
-Best = Callable[[Array, Sequence[int], int], Guesses]
 # Feeds nodes to the draft: tokens, and parents as in `Proposal` among the nodes fed so far. Returns their logits.
-Feed = Callable[[Sequence[int], Sequence[int]], Array]
+Feed = Callable[[Sequence[int], Sequence[int]], Logits]
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,20 @@ class TreeShape:
 CHAIN = TreeShape(breadth=1, nodes=None)
 
 
-def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: int) -> Proposal:
-    """The proposal that starts at `logits` [vocabulary], at most `depth` positions deep."""
+def grow_tree(logits: Logits, feed: Feed, chooser: Chooser, position: int, shape: TreeShape, depth: int) -> Proposal:
+    """The proposal that starts at the last row of `logits`, which is for `position`; at most `depth` positions deep."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     probs: list[Array | None] = []
     fed: dict[int, int] = {ROOT: ROOT}  # number of each node among those fed to the draft
-    level, rows = [ROOT], logits[None]
+    level, first_row = [ROOT], len(logits) - 1
     for reached in range(depth):
         new: list[int] = []
-        for node, row in zip(level, rows, strict=True):
+        paths = [_path(tokens, parents, node) for node in level]
+        places = [Place(row, position + len(path), path) for row, path in enumerate(paths, start=first_row)]
+        for node, guesses in zip(level, logits.guess(places, chooser, shape.breadth), strict=True):
             above = 0.0 if node == ROOT else scores[node]
-            guesses = best(row, _path(tokens, parents, node), shape.breadth)
             for token, share in zip(guesses.tokens, guesses.shares, strict=True):
                 new.append(len(tokens))
                 tokens.append(int(token))
@@ -69,7 +69,8 @@ def grow_tree(logits: Array, feed: Feed, best: Best, shape: TreeShape, depth: in
         if reached == depth - 1 or not level or _hopeless(scores[level[0]], scores, shape):
             break
         first = len(fed) - 1
-        rows = feed([tokens[node] for node in level], [fed[parents[node]] for node in level])
+        logits = feed([tokens[node] for node in level], [fed[parents[node]] for node in level])
+        first_row = 0
         fed |= {node: first + index for index, node in enumerate(level)}
     return _best_nodes(tokens, parents, scores, probs, shape)
 

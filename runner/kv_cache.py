@@ -26,6 +26,12 @@ class CapacityError(SpecrunError):
     """More tokens than the cache can hold."""
 
 
+def require_capacity(tokens: int, capacity: int) -> None:
+    """Raises CapacityError if a cache of `capacity` cannot hold so many."""
+    if tokens > capacity:
+        raise CapacityError(f"got {tokens} tokens, the KV cache holds {capacity}; build with a larger --capacity")
+
+
 class KVCache:
     """Buffers that are both input and output of each call, so that ONNX Runtime updates them in place.
 
@@ -54,10 +60,7 @@ class KVCache:
 
     def require(self, tokens: int) -> None:
         """Raises CapacityError if it cannot hold so many."""
-        if tokens > self.capacity:
-            raise CapacityError(
-                f"got {tokens} tokens, the KV cache holds {self.capacity}; build with a larger --capacity"
-            )
+        require_capacity(tokens, self.capacity)
 
     def reserve(self, start: int, count: int) -> None:
         """Make room for `count` rows in all, of which those before `start` are kept."""

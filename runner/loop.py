@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from specrun.runner.acceptor import accept
 from specrun.runner.proposers import Proposer
 from specrun.runner.sampling import Chooser
 from specrun.runner.session import Session, feed
@@ -64,12 +63,12 @@ def decode(
             # The last committed token is node 0 of this call, so the proposal's nodes are one further on.
             output = target.grow([tokens[-1], *proposal.tokens], [ROOT, *(parent + 1 for parent in proposal.parents)])
         with statistics.timed("accept"):
-            verdict = accept(proposal, output.logits, chooser, len(tokens))
+            verdict = output.logits.accept(proposal, chooser, len(tokens))
         statistics.count_round(proposal.depths(), len(verdict.path))
         rows = [0, *(node + 1 for node in verdict.path)]
         for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:
-                observe(len(tokens), output.logits[row], token_id)
+                observe(len(tokens), output.logits.row(row), token_id)
             chooser.commit(token_id)
             tokens.append(token_id)
             remaining -= 1

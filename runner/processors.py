@@ -120,12 +120,20 @@ class Processor:
             return True
         return bool((self._grammar.allowed(path) & ~self._stop).any())
 
-    def edits(self, tokens: Sequence[int] = ()) -> tuple[Array, Array, Array, Array]:
-        """Tokens whose logits differ from the model's, ascending, and any of `tokens`: ids, biases, how often each
-        was emitted, whether it was seen. What the kernels read (`engines/accept.cu`)."""
-        known = [token for token in tokens if token < len(self._bias)]  # a lookup may copy padding ids
-        ids = np.union1d(self._edited, np.array(known, np.int64)) if self._penalizes else self._edited
-        return ids, self._bias[ids], self._counts[ids], self._seen[ids]
+    def edits(self, path: Sequence[int], others: Sequence[int] = ()) -> tuple[Array, Array, Array, Array]:
+        """Tokens whose logits differ from the model's after `path`, ascending, and any of `others`: ids, biases, how
+        often each was emitted, whether it was seen. What the kernels read (`engines/accept.cu`)."""
+        if not self._penalizes:
+            return self._edited, self._bias[self._edited], self._counts[self._edited], self._seen[self._edited]
+        # A lookup may copy padding ids.
+        known = [token for token in (*path, *others) if token < len(self._bias)]
+        ids = np.union1d(self._edited, np.array(known, np.int64))
+        counts, seen = self._counts[ids], self._seen[ids]
+        for token in path:
+            same = ids == token
+            counts[same] += 1
+            seen |= same
+        return ids, self._bias[ids], counts, seen
 
     def commit(self, token: int) -> None:
         """`token` was emitted. Raises GrammarError."""
@@ -142,11 +150,6 @@ class Processor:
         tokens, bias, counts, seen = self.edits(path)
         if not len(tokens):
             return
-        if self._penalizes:
-            for token in path:
-                same = tokens == token
-                counts[same] += 1
-                seen |= same
         if ids is None:
             there = tokens < len(row)
             columns = tokens[there]

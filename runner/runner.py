@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from specrun.engines import ort
 from specrun.engines.errors import RequestError
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
-    ENGINE_FILE,
     NGRAM,
     NGRAM_FIRST,
     TARGET,
@@ -28,7 +26,7 @@ from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
 from specrun.runner.draft_sessions import DraftSessions
 from specrun.runner.grammar import GrammarCompiler
-from specrun.runner.kv_cache import KVCache
+from specrun.runner.loader import open_loader
 from specrun.runner.logprobs import MAX_TOP, TokenLogprobs
 from specrun.runner.loop import Limits, Observer, decode
 from specrun.runner.processors import Processing, Processor
@@ -36,7 +34,6 @@ from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.proposers.ngram_first import NGramFirst
 from specrun.runner.sampling import Chooser, Sampling
-from specrun.runner.session_ort import OrtSession
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
 from specrun.runner.types import FinishReason, Token
@@ -127,31 +124,23 @@ class Runner:
     """A bundle with its engines loaded. Serves one request at a time."""
 
     def __init__(self, bundle: Bundle) -> None:
-        """Load what `bundle` holds. Raises BundleError, VocabularyMismatchError or EngineError."""
+        """Load what `bundle` holds. Raises BundleError, VocabularyMismatchError, UnfitError or an engine's error."""
         manifest = bundle.manifest
-        if manifest.backend != ort.NAME:
-            raise BundleError(f"{bundle.path} is for the backend {manifest.backend!r}; this runner has {ort.NAME!r}")
         self.bundle = bundle
         self.tokenizer = load_tokenizer(bundle.model_file(TARGET, TOKENIZER_FILE))
         vocabulary = self._vocabulary(self.tokenizer, manifest.target)
         self._chat_template = self._read_chat_template()
         target = manifest.target
-        self._target_cache = KVCache(
-            target.signature, target.cache_dtype, manifest.capacity, spare_rows=1 if manifest.quantized else 0
-        )
-        self._target = OrtSession(
-            bundle.model_file(TARGET, ENGINE_FILE),
-            target.signature,
-            self._target_cache,
-            target.cache_dtype,
-            target.vocabulary_size,
-            no_single_rows=manifest.quantized,
-        )
         if manifest.draft is not None:
             draft_tokenizer = load_tokenizer(bundle.model_file(DRAFT, TOKENIZER_FILE))
             share = manifest.draft.parameters / target.parameters
             require_pair(vocabulary, self._vocabulary(draft_tokenizer, manifest.draft), share)
-        self._drafts = DraftSessions(bundle, self._target_cache)
+        loader = open_loader(bundle)
+        cache = loader.cache(target.signature, target.cache_dtype, manifest.capacity)
+        self._target = loader.target(
+            bundle.engine(TARGET), target.signature, cache, target.cache_dtype, target.vocabulary_size
+        )
+        self._drafts = DraftSessions(bundle, loader, cache)
         self._grammars = GrammarCompiler(self.tokenizer, target.vocabulary_size, self._stop_token_ids)
 
     @classmethod
@@ -210,6 +199,7 @@ class Runner:
         name = self._proposer_name(request)
         proposer = self._proposer(name, request)
         logprobs: TokenLogprobs | None = None
+        looked_at = request.logprobs is not None or observe is not None
 
         def look(position: int, logits: Array, token: int) -> None:
             nonlocal logprobs
@@ -225,7 +215,7 @@ class Runner:
             chooser,
             self._limits(request, name),
             statistics,
-            look,
+            look if looked_at else None,
         )
         text = TextStream(self.tokenizer, request.stop, request.processing.min_tokens)
         for token in tokens:
@@ -274,10 +264,17 @@ class Runner:
 
     def _limits(self, request: Request, proposer: str) -> Limits:
         manifest = self.bundle.manifest
+        k, widest = manifest.positions(proposer) if request.k is None else request.k, self._target.max_tokens - 1
+        for name, count in (("k =", k), ("nodes =", request.nodes or 0)):
+            if count > widest:
+                raise RequestError(
+                    f"got {name} {count}, the engines of this bundle verify at most {widest} proposed tokens at once; "
+                    f"build with a larger --nodes"
+                )
         return Limits(
             max_tokens=request.max_tokens,
             stop_token_ids=self._stop_token_ids,
-            k=manifest.positions(proposer) if request.k is None else request.k,
+            k=k,
             prefill_width=manifest.widths[-1],
         )
 

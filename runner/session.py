@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specrun.runner.logits import Logits
+
 Array = np.ndarray[Any, Any]
 
 
@@ -13,7 +15,7 @@ Array = np.ndarray[Any, Any]
 class Output:
     """What a call gives for each token, valid until the next call."""
 
-    logits: Array  # float32 [tokens, vocabulary], without padding ids
+    logits: Logits
     hidden: Array | None  # float32 [tokens, taps * hidden], of models that have taps
 
 
@@ -27,6 +29,14 @@ class Session(Protocol):
     @property
     def length(self) -> int:
         """Committed tokens in the cache."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one call."""
+
+    @property
+    def max_nodes(self) -> int:
+        """That may lie below the committed tokens when a call adds more."""
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
         """Feed nodes without committing them.

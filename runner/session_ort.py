@@ -1,6 +1,7 @@
 """A session on ONNX Runtime, CPU provider."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specrun.engines.signature import (
     present,
 )
 from specrun.runner.kv_cache import KVCache
+from specrun.runner.logits import HostLogits
 from specrun.runner.session import Output
 from specrun.runner.tree import Ancestry
 
@@ -37,15 +39,18 @@ class OrtSession:
         cache: KVCache,
         dtype: str,
         vocabulary_size: int,
+        ids: Array | None = None,
         no_single_rows: bool = False,
     ) -> None:
         """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
-        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks).
+        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks). `ids`: the
+        token of each logit, of a draft with a reduced vocabulary.
         `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
         which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it."""
         self._session = load_engine(engine)
         self._signature = signature
         self._vocabulary_size = vocabulary_size
+        self._ids = ids
         self._cache = cache
         self._no_single_rows = no_single_rows
         self._cache_version = -1
@@ -62,6 +67,14 @@ class OrtSession:
     @property
     def length(self) -> int:
         return self._length
+
+    @property
+    def max_tokens(self) -> int:
+        return sys.maxsize
+
+    @property
+    def max_nodes(self) -> int:
+        return sys.maxsize
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
         written = self._length + len(self._nodes)
@@ -89,7 +102,7 @@ class OrtSession:
         hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
         self._session.run_with_iobinding(self._binding)
         return Output(
-            logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False),
+            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids),
             None if hidden is None else hidden[:wanted].astype(np.float32, copy=False),
         )
 
@@ -122,15 +135,48 @@ class OrtSession:
         self._cache_version = self._cache.version
 
 
-class StatelessEngine:
-    """A graph from hidden states to something else, without a cache."""
+class OrtLoader:
+    """Loads engines for ONNX Runtime's CPU provider; what `runner/loader.py` asks for."""
 
-    def __init__(self, engine: Path, dtype: str) -> None:
-        self._session = load_engine(engine)
-        self._dtype = dtype
+    def __init__(self, no_single_rows: bool) -> None:
+        """`no_single_rows`: of the target, see `OrtSession`."""
+        self._no_single_rows = no_single_rows
 
-    def __call__(self, hidden: Array) -> Array:
-        """hidden [tokens, width] -> float32 [tokens, ...]."""
-        feeds = {HIDDEN_STATES: hidden[None].astype(self._dtype, copy=False)}
-        (output,) = self._session.run(None, feeds)
-        return np.asarray(output[0], np.float32)
+    def cache(self, signature: Signature, dtype: str, capacity: int) -> KVCache:
+        return KVCache(signature, dtype, capacity, spare_rows=1 if self._no_single_rows else 0)
+
+    def target(
+        self, engine: Path, signature: Signature, cache: KVCache, dtype: str, vocabulary_size: int
+    ) -> OrtSession:
+        return OrtSession(engine, signature, cache, dtype, vocabulary_size, no_single_rows=self._no_single_rows)
+
+    def draft(
+        self,
+        engine: Path,
+        signature: Signature,
+        cache: KVCache,
+        dtype: str,
+        vocabulary_size: int,
+        ids: Array | None = None,
+    ) -> OrtSession:
+        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids)
+
+    def heads(
+        self, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
+    ) -> Callable[[Array], HostLogits]:
+        session = load_engine(engine)
+
+        def heads(hidden: Array) -> HostLogits:
+            (logits,) = session.run(None, {HIDDEN_STATES: hidden[None, None].astype(dtype, copy=False)})
+            return HostLogits(logits[0, 0, :, :vocabulary_size].astype(np.float32, copy=False), ids)
+
+        return heads
+
+    def fuse(self, engine: Path, shape: tuple[int, int], dtype: str) -> Callable[[Array], Array]:
+        session = load_engine(engine)
+
+        def fuse(hidden: Array) -> Array:
+            (features,) = session.run(None, {HIDDEN_STATES: hidden[None].astype(dtype, copy=False)})
+            return np.asarray(features[0], np.float32)
+
+        return fuse

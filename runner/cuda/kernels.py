@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from specrun.engines.accept_kernels import architecture_file
-from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import KERNELS, Bundle
 
 NO_POINTER = np.uint64(0)
@@ -24,11 +23,7 @@ class AcceptKernels:
     def of(cls, bundle: Bundle, device: Any) -> "AcceptKernels":
         """Those of `bundle` for `device`. Raises UnfitError if it was not built for this one."""
         architecture = f"sm{device.arch}"
-        if architecture not in bundle.manifest.gpus:
-            raise UnfitError(
-                f"this GPU is {architecture}, {bundle.path} was built for {', '.join(bundle.manifest.gpus) or 'none'}; "
-                f"rebuild it with --gpu {architecture}"
-            )
+        bundle.require_gpu(architecture)
         return cls((bundle.path / KERNELS / architecture_file(architecture)).read_bytes())
 
     def launch(

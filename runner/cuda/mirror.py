@@ -27,5 +27,9 @@ class Mirror:
     def upload(self, stream: Any) -> None:
         self._device.copy_from(self._host, stream=stream)
 
+    def copy_from(self, source: Any, stream: Any) -> None:
+        """Copy a device buffer into the copy on the device."""
+        self._device.copy_from(source, stream=stream)
+
     def download(self, stream: Any) -> None:
         self._device.copy_to(self._host, stream=stream)

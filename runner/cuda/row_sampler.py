@@ -1,7 +1,7 @@
 """Choices from rows of logits that lie on the device. Only a few numbers a row come back to the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from specrun.runner.sampling import NO_GUESSES, Chooser, Guesses
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
+
+THREADS, CHUNKS = 1024, 16
 
 # The structs of accept.cu.
 REQUEST = np.dtype(
@@ -52,8 +54,8 @@ class Shape:
     vocabulary_size: int  # of the target, which masks and draft probabilities are counted in
     edits: int = 1 << 14  # columns that the processors of one request may change
     guesses: int = 1  # best tokens per row
-    threads: int = 1024  # of a block
-    chunks: int = 16  # blocks that share a row where they can
+    threads: int = field(default_factory=lambda: THREADS)  # of a block
+    chunks: int = field(default_factory=lambda: CHUNKS)  # blocks that share a row where they can
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Part:
     chooser: Chooser
     position: int  # of the first proposed token
     proposal: Proposal = EMPTY
+    path: Sequence[int] | None = ()  # tokens between the committed ones and the first proposed one; None: not known
 
 
 class RowSampler:
@@ -265,9 +268,10 @@ class RowSampler:
         if part.chooser.processor is None:
             return False
         masked = False
-        paths: list[list[int]] = [[]]
+        first: list[int] | None = None if part.path is None else list(part.path)
+        paths = [first]
         for token, parent in zip(part.proposal.tokens, part.proposal.parents, strict=True):
-            paths.append([*paths[parent + 1], token])
+            paths.append([*(paths[parent + 1] or ()), token])
         for row, path in enumerate(paths):
             allowed = part.chooser.processor.allowed(path)
             words = self._masks.array[index, row]
@@ -282,7 +286,7 @@ class RowSampler:
     def _edits_of(self, part: Part) -> Array:
         if part.chooser.processor is None:
             return np.empty(0, EDIT)
-        tokens, bias, counts, seen = part.chooser.processor.edits(part.proposal.tokens)
+        tokens, bias, counts, seen = part.chooser.processor.edits(part.path or (), part.proposal.tokens)
         if self._ids is None:
             there = tokens < self.shape.columns
             columns = tokens[there]

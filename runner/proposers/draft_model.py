@@ -7,7 +7,8 @@ import numpy as np
 
 from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
-from specrun.runner.sampling import Chooser, Guesses
+from specrun.runner.logits import Logits
+from specrun.runner.sampling import Chooser
 from specrun.runner.session import Session, feed
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
@@ -20,7 +21,7 @@ class DraftModel:
         self._prefill_width = prefill_width
         self._shape = shape
         self._fed: list[tuple[int, int]] = []  # token and parent of the nodes that the session holds
-        self._room = DraftRoom(session.capacity, shape.breadth)
+        self._room = DraftRoom(session, shape.breadth)
 
     def start(self) -> None:
         self._session.truncate(0)
@@ -40,14 +41,10 @@ class DraftModel:
         missing = tokens[self._session.length :]
         for start in range(0, len(missing) - 1, self._prefill_width):
             feed(self._session, missing[start : min(start + self._prefill_width, len(missing) - 1)])
-        logits = feed(self._session, missing[-1:]).logits[-1]
+        logits = feed(self._session, missing[-1:]).logits
+        return grow_tree(logits, self._feed, chooser, len(tokens), self._shape, depth)
 
-        def best(row: np.ndarray[Any, Any], path: Sequence[int], count: int) -> Guesses:
-            return chooser.best(row, len(tokens) + len(path), count, path=path)
-
-        return grow_tree(logits, self._feed, best, self._shape, depth)
-
-    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
+    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Logits:
         self._fed += zip(tokens, parents, strict=True)
         return self._session.grow(tokens, parents).logits
 

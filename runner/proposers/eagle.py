@@ -7,7 +7,8 @@ import numpy as np
 
 from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
-from specrun.runner.sampling import Chooser, Guesses
+from specrun.runner.logits import Logits
+from specrun.runner.sampling import Chooser
 from specrun.runner.session import Output, Session, feed
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
@@ -22,18 +23,15 @@ class Eagle:
         self,
         session: Session,
         fuse: Callable[[Array], Array],
-        vocabulary: Array | None,
         prefill_width: int,
         shape: TreeShape = CHAIN,
     ) -> None:
-        """`fuse`: features [tokens, hidden] out of the target's states [tokens, taps * hidden]. `vocabulary`: the
-        target's id of each logit, ascending; None where the vocabularies are the same."""
+        """`fuse`: features [tokens, hidden] out of the target's states [tokens, taps * hidden]."""
         self._session = session
         self._fuse = fuse
-        self._vocabulary = vocabulary
         self._prefill_width = prefill_width
         self._shape = shape
-        self._room = DraftRoom(session.capacity, shape.breadth)
+        self._room = DraftRoom(session, shape.breadth)
         self._features: list[Array] = []  # of tokens that the target has read and the head has not
         self._states: list[Array] = []  # of the nodes fed since, the committed tokens' last one in front
 
@@ -55,11 +53,7 @@ class Eagle:
         output = self._catch_up(tokens)
         assert output.hidden is not None
         self._states = [output.hidden[-1].copy()]
-
-        def best(row: Array, path: Sequence[int], count: int) -> Guesses:
-            return chooser.best(row, len(tokens) + len(path), count, self._vocabulary, path=path)
-
-        proposal = grow_tree(output.logits[-1], self._feed, best, self._shape, depth)
+        proposal = grow_tree(output.logits, self._feed, chooser, len(tokens), self._shape, depth)
         self._session.truncate(self._session.length)
         return proposal
 
@@ -73,7 +67,7 @@ class Eagle:
             output = feed(self._session, missing[part], features[part])
         return output
 
-    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Array:
+    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Logits:
         features = np.stack([self._states[parent - ROOT] for parent in parents])
         output = self._session.grow(tokens, parents, features)
         assert output.hidden is not None

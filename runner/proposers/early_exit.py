@@ -7,7 +7,8 @@ import numpy as np
 
 from specrun.runner.draft_room import DraftRoom
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
-from specrun.runner.sampling import Chooser, Guesses
+from specrun.runner.logits import Logits
+from specrun.runner.sampling import Chooser
 from specrun.runner.session import Session, feed
 from specrun.runner.types import EMPTY, Proposal
 
@@ -19,7 +20,7 @@ class EarlyExit:
     def __init__(self, session: Session, shape: TreeShape = CHAIN) -> None:
         self._session = session
         self._shape = shape
-        self._room = DraftRoom(session.capacity, shape.breadth)
+        self._room = DraftRoom(session, shape.breadth)
 
     def start(self) -> None:
         self._room.reset()
@@ -32,12 +33,8 @@ class EarlyExit:
         if not depth:
             return EMPTY
         self._session.truncate(len(tokens) - 1)
-        logits = feed(self._session, tokens[-1:]).logits[-1]
+        logits = feed(self._session, tokens[-1:]).logits
+        return grow_tree(logits, self._feed, chooser, len(tokens), self._shape, depth)
 
-        def best(row: np.ndarray[Any, Any], path: Sequence[int], count: int) -> Guesses:
-            return chooser.best(row, len(tokens) + len(path), count, path=path)
-
-        return grow_tree(logits, self._feed, best, self._shape, depth)
-
-    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
+    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Logits:
         return self._session.grow(tokens, parents).logits

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from specrun.runner.draft_tree import CHAIN, TreeShape
+from specrun.runner.logits import Logits, Place
 from specrun.runner.sampling import Chooser, Guesses
 from specrun.runner.types import EMPTY, ROOT, Proposal
 
@@ -17,11 +18,9 @@ class Medusa:
     """No head knows what the one before it guessed, so the tree is made of the candidates of each, combined; the
     most likely combinations are proposed."""
 
-    def __init__(self, heads: Callable[[Array], Array], vocabulary: Array | None, shape: TreeShape = CHAIN) -> None:
-        """`heads`: logits [heads, draft vocabulary] out of a hidden state [hidden]. `vocabulary`: the target's id of
-        each logit, ascending; None where the vocabularies are the same."""
+    def __init__(self, heads: Callable[[Array], Logits], shape: TreeShape = CHAIN) -> None:
+        """`heads`: a row of logits for each head out of a hidden state [hidden]."""
         self._heads = heads
-        self._vocabulary = vocabulary
         self._shape = shape
         self._hidden: Array | None = None
 
@@ -35,12 +34,10 @@ class Medusa:
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
         if self._hidden is None:  # a prompt of one token
             return EMPTY
-        candidates = [
-            # The tokens in between are known to no head, so nor to the processors.
-            chooser.best(row, len(tokens) + ahead, self._shape.breadth, self._vocabulary, None if ahead else ())
-            for ahead, row in enumerate(self._heads(self._hidden)[:limit])
-        ]
-        return _combine(candidates, self._shape)
+        logits = self._heads(self._hidden)
+        # The tokens in between are known to no head, so nor to the processors.
+        places = [Place(ahead, len(tokens) + ahead, None if ahead else ()) for ahead in range(min(limit, len(logits)))]
+        return _combine(logits.guess(places, chooser, self._shape.breadth), self._shape)
 
 
 def _combine(candidates: list[Guesses], shape: TreeShape) -> Proposal:

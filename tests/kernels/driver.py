@@ -3,7 +3,9 @@
 import ctypes
 import os
 import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ def compile_cpp(source: str, target: Path, *options: str) -> Path:
     return target
 
 
+@cache
+def load_stand_in() -> ctypes.CDLL:
+    """The stand-in driver, once a process: whoever asks for the driver by its name afterwards gets this one."""
+    with tempfile.TemporaryDirectory() as directory:
+        library = compile_cpp(
+            "stand_in_driver.cpp",
+            Path(directory) / "libcuda.so.1",
+            *("-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-ldl"),
+        )
+        compile_kernels("sm89")  # NVRTC crashes when it is loaded after the stand-in
+        return ctypes.CDLL(str(library))
+
+
 @dataclass(frozen=True)
 class Driver:
     """A device with a stream and the kernels."""
@@ -36,17 +51,10 @@ class Driver:
     stand_in: ctypes.CDLL | None
 
     @classmethod
-    def of_stand_in(cls, directory: Path) -> "Driver":
-        library = compile_cpp(
-            "stand_in_driver.cpp",
-            directory / "libcuda.so.1",
-            *("-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-ldl"),
-        )
-        image = compile_kernels("sm89")  # first: NVRTC crashes when it is loaded after the stand-in
-        # Loaded under the driver's name: who asks for that afterwards gets this one.
-        stand_in = ctypes.CDLL(str(library))
+    def of_stand_in(cls) -> "Driver":
+        stand_in = load_stand_in()
         device = _first_device()
-        return cls(device, device.create_stream(), AcceptKernels(image), stand_in)
+        return cls(device, device.create_stream(), AcceptKernels(compile_kernels("sm89")), stand_in)
 
     @classmethod
     def of_gpu(cls) -> "Driver":

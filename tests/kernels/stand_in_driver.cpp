@@ -13,7 +13,7 @@
 #include <utility>
 
 typedef int CUresult;
-enum { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_IMAGE = 200, CUDA_ERROR_NOT_FOUND = 500 };
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_IMAGE = 200, CUDA_ERROR_NOT_FOUND = 500, CUDA_ERROR_LAUNCH_FAILED = 719 };
 
 // A kernel that takes its arguments as the driver does: an array of pointers to them.
 using Kernel = std::function<void(void**)>;
@@ -29,7 +29,8 @@ std::pair<Kernel, std::vector<size_t>> kernel_of(void (*kernel)(Arguments...)) {
 #define KERNEL(name) {#name, kernel_of(name)}
 static std::map<std::string, std::pair<Kernel, std::vector<size_t>>> kernels = {
     KERNEL(process_float32), KERNEL(process_bfloat16), KERNEL(process_float16), KERNEL(summarize), KERNEL(add_noise),
-    KERNEL(best),            KERNEL(walk),             KERNEL(probabilities),   KERNEL(reject)};
+    KERNEL(best),            KERNEL(walk),             KERNEL(probabilities),   KERNEL(reject),
+    KERNEL(gather_rows)};
 
 // What a handle points to.
 struct Function {
@@ -42,7 +43,7 @@ static int context, pool, library, stream;  // their addresses are handles
 static void* current;
 using Graph = std::vector<std::function<void()>>;
 static Graph graph;  // the one that is being captured, or was last
-static bool capturing = false;
+static bool capturing = false, failing = false;
 
 extern "C" {
 
@@ -207,6 +208,10 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
                         unsigned block_y, unsigned block_z, unsigned dynamic_shared, void*, void** arguments, void**) {
     if (grid_z != 1 || block_y != 1 || block_z != 1 || block_x % 32 || block_x > 1024 || dynamic_shared)
         return CUDA_ERROR_INVALID_VALUE;
+    if (failing) {
+        failing = false;
+        return CUDA_ERROR_LAUNCH_FAILED;
+    }
     const Function& called = *(Function*)function;
     if (!capturing) {
         shim::launch(shim::Dim3{grid_x, grid_y, 1}, block_x, [&] { called.run(arguments); });
@@ -232,6 +237,17 @@ CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** arg
     return cuLaunchKernel(function, config->grid[0], config->grid[1], config->grid[2], config->block[0],
                           config->block[1], config->block[2], config->dynamic_shared, config->stream, arguments, extra);
 }
+
+// What a library that is not ours would queue on the stream: run, or written down while a stream is captured.
+void stand_in_enqueue(void (*call)(void)) {
+    if (capturing)
+        graph.push_back(call);
+    else
+        call();
+}
+int stand_in_capturing(void) { return capturing; }
+// The next launch of a kernel fails.
+void stand_in_fail(void) { failing = true; }
 
 // The next launches run their threads in another order.
 void stand_in_seed(uint64_t seed) { shim::seed = seed; }

@@ -1,7 +1,6 @@
 """The CUDA accept step against the NumPy reference, bit for bit: on a stand-in driver, and on a GPU if there is one."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,8 @@ BATCH = 10  # cases per test
 
 
 @pytest.fixture(scope="module", params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
-def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    if request.param == "gpu":
-        yield Driver.of_gpu()
-    else:
-        yield Driver.of_stand_in(tmp_path_factory.mktemp("driver"))
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return Driver.of_gpu() if request.param == "gpu" else Driver.of_stand_in()
 
 
 def sampler_of(

@@ -22,7 +22,7 @@ from tests import tiny
 
 NAMES = [
     *("process_float32", "process_bfloat16", "process_float16", "summarize", "add_noise", "best"),
-    *("walk", "probabilities", "reject"),
+    *("walk", "probabilities", "reject", "gather_rows"),
 ]
 
 

@@ -1,11 +1,13 @@
 """A session without an engine: logits are a function of the tokens so far, computed at once."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from specrun.runner.kv_cache import CapacityError
+from specrun.runner.logits import HostLogits
 from specrun.runner.session import Output
 from specrun.runner.types import ROOT
 
@@ -27,6 +29,14 @@ class TableSession:
     def length(self) -> int:
         return len(self._tokens)
 
+    @property
+    def max_tokens(self) -> int:
+        return sys.maxsize
+
+    @property
+    def max_nodes(self) -> int:
+        return sys.maxsize
+
     def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
         if len(self._tokens) + len(self._lines) + len(tokens) > self.capacity:
             raise CapacityError("full")
@@ -35,7 +45,7 @@ class TableSession:
             self._lines.append((*(() if parent == ROOT else self._lines[parent]), token))
         self.widths.append(len(tokens))
         logits = np.stack([self._logits_of((*self._tokens, *line)) for line in self._lines[first:]])
-        return Output(logits, hidden=None)
+        return Output(HostLogits(logits), hidden=None)
 
     def keep(self, nodes: Sequence[int]) -> None:
         for depth, node in enumerate(nodes, start=1):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from specrun.runner.draft_tree import CHAIN, TreeShape, grow_tree
+from specrun.runner.logits import HostLogits
 from specrun.runner.proposers.medusa import Medusa
-from specrun.runner.sampling import Chooser, Guesses, Sampling
+from specrun.runner.sampling import Chooser, Sampling
 from specrun.runner.types import ROOT, Proposal
 
 Array = np.ndarray[Any, Any]
@@ -26,14 +27,14 @@ class RandomDraft:
 
     def logits(self, path: tuple[int, ...]) -> Array:
         rng = np.random.default_rng([self._seed, *path])
-        return 2 * rng.standard_normal(WORDS)
+        return 2 * rng.standard_normal(WORDS).astype(np.float32)
 
-    def feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Array:
+    def feed(self, tokens: Sequence[int], parents: Sequence[int]) -> HostLogits:
         self.calls += 1
         first = len(self._paths)
         for token, parent in zip(tokens, parents, strict=True):
             self._paths.append((*(() if parent == ROOT else self._paths[parent]), token))
-        return np.stack([self.logits(path) for path in self._paths[first:]])
+        return HostLogits(np.stack([self.logits(path) for path in self._paths[first:]]))
 
     def share(self, path: tuple[int, ...]) -> float:
         """The product of the shares along `path`."""
@@ -44,12 +45,6 @@ class RandomDraft:
         return total
 
 
-def best(row: Array, path: Sequence[int], count: int) -> Guesses:
-    shares = row - np.log(np.exp(row).sum())
-    order = np.argsort(-shares)[:count]
-    return Guesses(order, shares[order], None)
-
-
 def paths(proposal: Proposal) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
@@ -58,7 +53,8 @@ def paths(proposal: Proposal) -> set[tuple[int, ...]]:
 
 
 def grow(draft: RandomDraft, shape: TreeShape, depth: int) -> set[tuple[int, ...]]:
-    return paths(grow_tree(draft.logits(()), draft.feed, best, shape, depth))
+    start = HostLogits(draft.logits(())[None])
+    return paths(grow_tree(start, draft.feed, Chooser(Sampling(seed=0)), 7, shape, depth))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -93,7 +89,7 @@ def test_unlikely_combinations_of_heads_are_not_proposed(seed: int, p_min: float
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     every = [path for length in (1, 2, 3) for path in itertools.product(range(WORDS), repeat=length)]
     share = {path: np.prod([shares[depth, token] for depth, token in enumerate(path)]) for path in every}
-    medusa = Medusa(lambda hidden: logits, None, TreeShape(WORDS, 14, p_min))
+    medusa = Medusa(lambda hidden: HostLogits(logits), TreeShape(WORDS, 14, p_min))
     medusa.start()
     medusa.observe(np.zeros((1, 4), np.float32))
     proposed = paths(medusa.propose([1, 2], 3, Chooser(Sampling(seed=0))))

@@ -1,0 +1,112 @@
+"""From exported graphs to engines of one backend and precision."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from specrun.calibration.plan import Plan
+from specrun.calibration.products import Graph
+from specrun.calibration.w8a8 import SIGNED, UNSIGNED, quantize_products
+from specrun.calibration.weights import quantize_weights
+from specrun.engines import ort
+from specrun.engines.backend import ORT, ORT_CUDA
+from specrun.engines.layers import EngineLayers, Layer
+from specrun.engines.precision import Precision
+from specrun.engines.tensorrt_build import build_engine
+
+# Compiles a graph into an engine for ONNX Runtime.
+Compile = Callable[[Path, Path], None]
+
+PRECISION_NAMES = {
+    onnx.TensorProto.FLOAT: "fp32",
+    onnx.TensorProto.FLOAT16: "fp16",
+    onnx.TensorProto.INT8: "int8",
+    onnx.TensorProto.UINT8: "int8",
+}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What a build does to every graph."""
+
+    backend: str
+    precision: Precision
+    widths: tuple[int, ...]  # tokens per call that engines with static shapes are for, ascending
+    gpus: tuple[str, ...]
+    cache: Path  # directory of what makes the next build faster
+
+    def rows(self, capacity: int) -> int:
+        """Rows of a KV cache that holds `capacity` tokens: calls that are wider than what is left of it need some."""
+        return capacity + self.widths[-1]
+
+    def compile(self, graph: Path, engine: Path, capacity: int, plan: Plan | None = None) -> None:
+        """Compile the exported `graph`. `capacity`: tokens that its KV cache holds. Without a plan activations are not
+        quantized. Raises an error of the backend."""
+        if self.backend in (ORT, ORT_CUDA):
+            self._compile_for_ort(graph, engine, plan)
+            return
+        rows = self.rows(capacity)
+        if plan is None:
+            build_engine(self.backend, graph, engine, self.widths, rows, self.gpus, self.cache)
+            return
+        quantized = _scratch(engine, "quantized")
+        opened = Graph(graph)
+        quantize_products(opened, self._applied(plan), SIGNED)
+        opened.save(quantized)
+        del opened
+        build_engine(self.backend, quantized, engine, self.widths, rows, self.gpus, self.cache)
+        _remove(quantized)
+
+    def compile_for_measuring(self, graph: Path, engine: Path, plan: Plan | None) -> None:
+        """The same numbers, as far as they go, on ONNX Runtime's CPU provider. Raises EngineError."""
+        self._compile_for_ort(graph, engine, plan)
+
+    def _applied(self, plan: Plan) -> Plan:
+        """What of `plan` concerns us: where products that compute in more than 8 bits keep their weights, there is
+        nothing to smooth for them."""
+        if self.precision.weight_bits is not None:
+            return plan
+        return {name: each for name, each in plan.items() if each.quantized}
+
+    def _compile_for_ort(self, graph: Path, engine: Path, plan: Plan | None) -> None:
+        precision, source = self.precision, graph
+        if plan is not None or precision.weight_bits is not None:
+            opened = Graph(graph)
+            if plan is not None:
+                quantize_products(opened, self._applied(plan), UNSIGNED)
+            if precision.weight_bits is not None:
+                quantize_weights(opened, precision.weight_bits, precision.block)
+            source = _scratch(engine, "quantized")
+            opened.save(source)
+            del opened
+        ort.compile_graph(source, engine, self.backend)
+        if source is not graph:
+            _remove(source)
+        _describe(engine).write(engine)
+
+
+def _scratch(engine: Path, what: str) -> Path:
+    return engine.with_name(f"{engine.stem}-{what}.onnx")
+
+
+def _remove(graph: Path) -> None:
+    for file in graph.parent.glob(f"{graph.name}*"):
+        file.unlink()
+
+
+def _describe(engine: Path) -> EngineLayers:
+    graph = onnx.load(engine, load_external_data=False).graph
+    kinds = {value.name: value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.output]}
+    layers = []
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            bits = next(attribute.i for attribute in node.attribute if attribute.name == "bits")
+            precision = f"int{bits} weights"
+        elif node.op_type == "MatMulIntegerToFloat":
+            precision = "int8"
+        else:
+            precision = PRECISION_NAMES.get(kinds.get(node.output[0], 0), "")
+        layers.append(Layer(node.name, node.op_type, precision))
+    return EngineLayers(widths=(), rows=0, layers=tuple(layers))

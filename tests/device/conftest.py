@@ -1,0 +1,68 @@
+"""Bundles for a GPU on the stand-in driver, and the same on ONNX Runtime's CPU provider."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrun.engines import compiler, tensorrt
+from specrun.engines.backend import ORT_CUDA, TENSORRT_RTX
+from specrun.engines.manifest import Bundle
+from specrun.engines.ort import load_engine
+from specrun.runner.cuda import engine_ort, row_sampler
+from specrun.runner.runner import Runner
+from tests import tiny, tiny_heads
+from tests.device import stand_in_tensorrt
+from tests.kernels.driver import load_stand_in
+
+CAPACITY = 96
+
+
+def make(directory: Path, target: Path, draft: Path, **options: Any) -> Bundle:
+    """A target with one draft of every kind."""
+    drafts = [
+        tiny_heads.medusa(directory / "medusa"),
+        tiny_heads.eagle1(directory / "eagle1"),
+        tiny_heads.eagle3(directory / "eagle3"),
+        "early-exit:6",
+        draft,
+    ]
+    return tiny.make_bundle(directory, target, *drafts, nodes=9, k=3, capacity=CAPACITY, **options)
+
+
+@pytest.fixture(scope="session")
+def reference_runner(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path, draft_checkpoint: Path) -> Runner:
+    """On the CPU, at the same precision."""
+    return Runner(make(tmp_path_factory.mktemp("reference"), deep_checkpoint, draft_checkpoint, precision="fp16"))
+
+
+@pytest.fixture(scope="session")
+def stand_in() -> Iterator[None]:
+    """The stand-ins of driver and libraries instead of the real ones, and small blocks: their threads are fibers."""
+    load_stand_in()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "build_engine", stand_in_tensorrt.build_engine)
+        patch.setattr(tensorrt, "MODULES", {TENSORRT_RTX: stand_in_tensorrt.__name__})
+        patch.setattr(engine_ort, "load_cuda_engine", lambda path, stream: load_engine(path))
+        patch.setattr(engine_ort, "DEVICE", "cpu")
+        patch.setattr(row_sampler, "THREADS", 32)
+        patch.setattr(row_sampler, "CHUNKS", 1)
+        yield
+
+
+@pytest.fixture(scope="session", params=[TENSORRT_RTX, ORT_CUDA])
+def device_bundle(
+    request: pytest.FixtureRequest,
+    stand_in: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    deep_checkpoint: Path,
+    draft_checkpoint: Path,
+) -> Bundle:
+    directory = tmp_path_factory.mktemp(request.param)
+    return make(directory, deep_checkpoint, draft_checkpoint, backend=request.param, gpus=("sm86", "sm89"))
+
+
+@pytest.fixture(scope="session")
+def device_runner(device_bundle: Bundle) -> Runner:
+    return Runner(device_bundle)
