@@ -105,9 +105,11 @@ class Graph:
         """A tied head that was not quantized goes on sharing the embedding's weights."""
         for name, source in self._folded.items():
             readers = [node for node in self.model.graph.node if name in node.input]
+            if not readers:
+                continue
             for node in readers:
                 node.input[1] = source.output[0]
-            if readers and not any(source.output[0] in node.output for node in self.model.graph.node):
+            self.model.graph.initializer.remove(self._initializers.pop(name))
+            if self.producer(source.output[0]) is None:
                 self.model.graph.node.insert(0, source)
         self._folded.clear()
-        self.drop_unused_weights()

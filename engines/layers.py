@@ -20,7 +20,11 @@ class Layer:
     @property
     def computes(self) -> bool:
         """Whether it is one of those that cost the time: a matrix product or attention."""
-        return self.type in PRODUCTS or self.type in ATTENTION
+        return self.type in PRODUCTS or self.is_attention
+
+    @property
+    def is_attention(self) -> bool:
+        return self.type in ATTENTION
 
 
 @dataclass(frozen=True)

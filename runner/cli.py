@@ -280,6 +280,63 @@ def info(bundle: Path, as_json: bool) -> None:
 
 @cli.command()
 @bundle_argument
+@click.option("--layers", "all_layers", is_flag=True, help="List every layer.")
+@json_option
+def inspect(bundle: Path, all_layers: bool, as_json: bool) -> None:
+    """Show what the engines of BUNDLE are made of: size, widths, layers by precision, and which fell back.
+
+    A layer fell back if it is a matrix product or attention and computes in another precision than the bundle's: in
+    int8 those that calibration found too sensitive.
+    """
+    from specrun.engines.manifest import Bundle
+    from specrun.runner.inspection import inspect_engines, render
+
+    opened = Bundle.open(bundle)
+    found = list(inspect_engines(opened))
+    if as_json:
+        click.echo(json.dumps([each.to_json() for each in found]))
+        return
+    click.echo("\n\n".join(render(each, opened, all_layers) for each in found))
+
+
+@cli.command()
+@bundle_argument
+@click.argument("other", type=click.Path(path_type=Path))
+@click.option("--set", "prompt_sets", multiple=True, help="chat, code-editing, summarizing or a file; default: chat.")
+@json_option
+def compare(bundle: Path, other: Path, prompt_sets: tuple[str, ...], as_json: bool) -> None:
+    """Compare the targets of BUNDLE and OTHER, two builds of one model, on real prompts: the same choices, and how far
+    logits are apart. For backends and precisions against each other.
+    """
+    from specrun.runner.backend_comparison import compare_backends
+    from specrun.runner.prompt_set import load_prompt_set
+    from specrun.runner.runner import Runner
+
+    texts = [text for name in prompt_sets or ("chat",) for text in load_prompt_set(name)]
+    runners = [Runner.open(path) for path in (bundle, other)]
+    ids = [runners[0].encode(text) for text in texts]
+    with click.progressbar(length=len(ids), label="prompts", file=sys.stderr) as bar:
+        found = compare_backends(runners, ids, lambda: bar.update(1))
+    if as_json:
+        click.echo(json.dumps([each.to_json() for each in found]))
+        return
+    for path, runner in zip((bundle, other), runners, strict=True):
+        click.echo(f"{path}: {runner.bundle.manifest.backend}, {runner.bundle.manifest.precision}")
+    click.echo(
+        f"{'prompt':>7}{'tokens':>8}{'same choice':>13}{'largest difference':>20}{'mean':>10}{'largest logit':>15}"
+    )
+    for index, each in enumerate(found, start=1):
+        click.echo(
+            f"{index:>7}{each.tokens:>8}{100 * each.agreement:>11.1f} %{each.largest_difference:>20.2e}"
+            f"{each.mean_difference:>10.1e}{each.largest_logit:>15.1f}"
+        )
+    tokens = sum(each.tokens for each in found)
+    same = sum(each.agreement * each.tokens for each in found) / tokens
+    click.echo(f"{'all':>7}{tokens:>8}{100 * same:>11.1f} %{max(each.largest_difference for each in found):>20.2e}")
+
+
+@cli.command()
+@bundle_argument
 @click.option("--prompt", required=True, help="Text to continue, or with --chat what the user says.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)

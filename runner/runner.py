@@ -34,6 +34,7 @@ from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.proposers.ngram_first import NGramFirst
 from specrun.runner.sampling import Chooser, Sampling
+from specrun.runner.session import Session
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
 from specrun.runner.types import FinishReason, Token
@@ -147,6 +148,11 @@ class Runner:
     def open(cls, path: Path) -> "Runner":
         """Check and load the bundle at `path`."""
         return cls(Bundle.open(path))
+
+    @property
+    def target(self) -> Session:
+        """The session that verifies, to measure it. Its state is the last request's."""
+        return self._target
 
     @property
     def proposers(self) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from tests import tiny, tiny_heads
 from tests.device import stand_in_tensorrt
 from tests.kernels.driver import load_stand_in
 
-CAPACITY = 96
+CAPACITY = 160
 
 
 def make(directory: Path, target: Path, draft: Path, **options: Any) -> Bundle:
     """A target with one draft of every kind."""
-    drafts = [
+    drafts: list[Path | str] = [
         tiny_heads.medusa(directory / "medusa"),
         tiny_heads.eagle1(directory / "eagle1"),
         tiny_heads.eagle3(directory / "eagle3"),

@@ -99,7 +99,7 @@ class CudaEngine:
         self.device_memory_size_v2 = MEMORY_BYTES
 
     def get_tensor_name(self, index: int) -> str:
-        return [*self.inputs, *self.outputs][index]
+        return str([*self.inputs, *self.outputs][index])
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         return [self.shape(name, profile)] * 3

@@ -119,13 +119,13 @@ def test_compare_prints_the_proof(specrun: Specrun, bundle: Bundle) -> None:
 
 def test_difference_is_an_exit_code(specrun: Specrun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lossy acceptor is exposed: output differs, not by rounding."""
-    from specrun.runner import loop
+    from specrun.runner import logits as logits_module
     from specrun.runner.types import Verdict
 
     def lossy(proposal, logits, chooser, position):  # type: ignore[no-untyped-def]
         return Verdict(tuple(range(len(proposal.tokens))), chooser.choose(logits[-1], position + len(proposal.tokens)))
 
-    monkeypatch.setattr(loop, "accept", lossy)
+    monkeypatch.setattr(logits_module, "accept", lossy)
     arguments = (
         "generate",
         bundle.path,
@@ -405,7 +405,7 @@ def test_installed_command_runs(bundle: Bundle) -> None:
 
 def test_difference_in_a_later_repeat_is_reported(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact in the warm-up and the first repeat, lossy in the second."""
-    from specrun.runner import loop
+    from specrun.runner import logits as logits_module
     from specrun.runner.acceptor import accept
     from specrun.runner.runner import Request, Runner
     from specrun.runner.types import Verdict
@@ -417,7 +417,7 @@ def test_difference_in_a_later_repeat_is_reported(bundle: Bundle, monkeypatch: p
             return Verdict(tuple(range(len(proposal.tokens))), 0)
         return accept(proposal, logits, chooser, position)
 
-    monkeypatch.setattr(loop, "accept", lossy_later)
+    monkeypatch.setattr(logits_module, "accept", lossy_later)
     runner = Runner(bundle)
     request = Request((1, 2, 3), max_tokens=12, proposer="draft_model")
     (result,) = compare_all(runner, [request], repeats=2, progress=lambda: finished.append(1))

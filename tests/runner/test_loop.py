@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.runner import loop
+from specrun.runner import logits as logits_module
 from specrun.runner.draft_tree import CHAIN, TreeShape
 from specrun.runner.loop import Limits, decode
 from specrun.runner.proposers import Proposer
@@ -172,7 +172,7 @@ def test_accepting_too_much_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
         return Verdict(tuple(range(accepted)), chooser.choose(logits[accepted], position + accepted))
 
     plain = ids(run(None, SAMPLINGS[1]))
-    monkeypatch.setattr(loop, "accept", lenient)
+    monkeypatch.setattr(logits_module, "accept", lenient)
     assert ids(run(draft(seed=99), SAMPLINGS[1])) != plain
 
 

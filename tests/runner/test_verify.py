@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from specrun.engines.manifest import Bundle
-from specrun.runner import acceptor, loop, noise
+from specrun.runner import acceptor, noise
+from specrun.runner import logits as logits_module
 from specrun.runner.cli import run
 from specrun.runner.proposers.draft_model import DraftModel
 from specrun.runner.runner import Runner
@@ -68,7 +69,7 @@ def test_accepting_too_much_fails(twin_runner: Runner, monkeypatch: pytest.Monke
             return acceptor.accept(proposal, logits, chooser, position)
         return Verdict(tuple(range(len(proposal.tokens))), chooser.choose(logits[-1], position + len(proposal.tokens)))
 
-    monkeypatch.setattr(loop, "accept", lenient)
+    monkeypatch.setattr(logits_module, "accept", lenient)
     monkeypatch.setattr(DraftModel, "propose", always([65, 66]))
     names = failed(verify(twin_runner, PROMPTS, 16))
     assert "the same tokens, greedy and seeded, whatever the proposer and k" in names
