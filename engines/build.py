@@ -226,6 +226,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
             max(source.parameters for source in sources),
             sum(source.parameters for source in sources) + sum(head.parameters for head, _ in heads.values()),
             directory,
+            options.backend,
             options.quantized,
         )
         taps = tuple(sorted({tap for head, _ in heads.values() for tap in head.taps}))

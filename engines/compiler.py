@@ -98,7 +98,8 @@ def _remove(graph: Path) -> None:
 
 def _describe(engine: Path) -> EngineLayers:
     graph = onnx.load(engine, load_external_data=False).graph
-    kinds = {value.name: value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.output]}
+    values = [*graph.value_info, *graph.input, *graph.output]
+    kinds = {value.name: value.type.tensor_type.elem_type for value in values}
     layers = []
     for node in graph.node:
         if node.op_type == "MatMulNBits":
@@ -107,6 +108,8 @@ def _describe(engine: Path) -> EngineLayers:
         elif node.op_type == "MatMulIntegerToFloat":
             precision = "int8"
         else:
-            precision = PRECISION_NAMES.get(kinds.get(node.output[0], 0), "")
+            # Some outputs have no type written down; what they are made of has.
+            known = (PRECISION_NAMES.get(kinds.get(name, 0), "") for name in (node.output[0], *node.input))
+            precision = next(filter(None, known), "")
         layers.append(Layer(node.name, node.op_type, precision))
     return EngineLayers(widths=(), rows=0, layers=tuple(layers))

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from specrun.engines.backend import ORT, TENSORRT_BACKENDS
 from specrun.engines.errors import UnfitError
 
 GIB = 1 << 30
@@ -10,8 +11,11 @@ GIB = 1 << 30
 # Peak resident memory of whole builds, measured: 0.50 GiB for a model of 0.1 million parameters, 1.85 GiB for
 # SmolLM2-135M from GGUF (0.50 GiB of fp32 weights), 4.64 GiB for a Llama of 537 million (2.0 GiB). So at most 2.7
 # copies of the fp32 weights beyond the libraries. Quantizing the exported SmolLM2-135M to int8 took 1.87 GiB.
+# With TensorRT-RTX: 0.83 GiB for a model of 0.1 million parameters; SmolLM2-135M took 2.59 GiB in fp16 and 3.05 in int8.
 LIBRARIES_BYTES = GIB * 3 // 4
 COPIES_OF_FP32_WEIGHTS = 3.0
+TENSORRT_LIBRARIES_BYTES = GIB
+TENSORRT_COPIES, TENSORRT_COPIES_TO_QUANTIZE = 4.0, 5.0
 COPIES_ON_DISK = 2.5  # the exported graph beside the optimized one, whose tied head is stored twice
 COPIES_TO_QUANTIZE = 3.5  # and the graph that calibration observes
 
@@ -38,19 +42,22 @@ def _cgroup_limit() -> int | None:
     return None if maximum == "max" else max(0, int(maximum) - current)
 
 
-def build_bytes(parameters: int) -> int:
-    """Estimated peak memory of exporting and optimizing a model of `parameters` parameters."""
-    return LIBRARIES_BYTES + int(parameters * 4 * COPIES_OF_FP32_WEIGHTS)
+def build_bytes(parameters: int, backend: str = ORT, quantize: bool = False) -> int:
+    """Estimated peak memory of exporting and compiling a model of `parameters` parameters."""
+    if backend not in TENSORRT_BACKENDS:
+        return LIBRARIES_BYTES + int(parameters * 4 * COPIES_OF_FP32_WEIGHTS)
+    copies = TENSORRT_COPIES_TO_QUANTIZE if quantize else TENSORRT_COPIES
+    return TENSORRT_LIBRARIES_BYTES + int(parameters * 4 * copies)
 
 
-def require_room(parameters: int, disk_parameters: int, out: Path, quantize: bool = False) -> None:
+def require_room(parameters: int, disk_parameters: int, out: Path, backend: str = ORT, quantize: bool = False) -> None:
     """Refuse a build that this machine cannot finish.
 
     `parameters`: of the largest model built at a time; `disk_parameters`: of all models together; `quantize`: whether
     they are quantized.
     Raises UnfitError.
     """
-    needed, available = build_bytes(parameters), available_bytes()
+    needed, available = build_bytes(parameters, backend, quantize), available_bytes()
     if available is not None and needed > available:
         raise UnfitError(
             f"not enough memory: building a model of {parameters:,} parameters takes about "

@@ -42,7 +42,7 @@ def compare_backends(
     all widths that decoding has. Raises RequestError if the models are not the same, UnfitError without Polygraphy."""
     _require_same_model(*runners)
     try:
-        from polygraphy.comparator import Comparator, CompareFunc
+        from polygraphy.comparator import Comparator, SimpleCompareFunc
         from polygraphy.logger import G_LOGGER
     except ImportError as error:
         raise UnfitError(
@@ -52,7 +52,7 @@ def compare_backends(
     sessions = [_polygraphy_runner(runner, name, columns) for runner, name in zip(runners, "ab", strict=True)]
     room = min(MAX_TOKENS, *(runner.target.capacity for runner in runners))
     widths = runners[0].bundle.manifest.widths
-    measure = CompareFunc.simple(check_error_stat="max", atol=np.inf, rtol=np.inf)
+    measure = SimpleCompareFunc(check_error_stat="max", atol=np.inf, rtol=np.inf)
     found = []
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         for results in Comparator.run(sessions, data_loader=_feeds(texts, widths, room), streaming=True):

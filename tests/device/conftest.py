@@ -32,12 +32,6 @@ def make(directory: Path, target: Path, draft: Path, **options: Any) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def reference_runner(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path, draft_checkpoint: Path) -> Runner:
-    """On the CPU, at the same precision."""
-    return Runner(make(tmp_path_factory.mktemp("reference"), deep_checkpoint, draft_checkpoint, precision="fp16"))
-
-
-@pytest.fixture(scope="session")
 def stand_in() -> Iterator[None]:
     """The stand-ins of driver and libraries instead of the real ones, and small blocks: their threads are fibers."""
     load_stand_in()
@@ -51,7 +45,7 @@ def stand_in() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=[TENSORRT_RTX, ORT_CUDA])
+@pytest.fixture(scope="session", params=[(TENSORRT_RTX, "fp16"), (ORT_CUDA, "fp32")], ids=[TENSORRT_RTX, ORT_CUDA])
 def device_bundle(
     request: pytest.FixtureRequest,
     stand_in: None,
@@ -59,10 +53,20 @@ def device_bundle(
     deep_checkpoint: Path,
     draft_checkpoint: Path,
 ) -> Bundle:
-    directory = tmp_path_factory.mktemp(request.param)
-    return make(directory, deep_checkpoint, draft_checkpoint, backend=request.param, gpus=("sm86", "sm89"))
+    backend, precision = request.param
+    options = {"backend": backend, "precision": precision, "gpus": ("sm86", "sm89")}
+    return make(tmp_path_factory.mktemp(backend), deep_checkpoint, draft_checkpoint, **options)
 
 
 @pytest.fixture(scope="session")
 def device_runner(device_bundle: Bundle) -> Runner:
     return Runner(device_bundle)
+
+
+@pytest.fixture(scope="session")
+def reference_runner(
+    device_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path, draft_checkpoint: Path
+) -> Runner:
+    """On the CPU, at the same precision."""
+    directory = tmp_path_factory.mktemp("reference")
+    return Runner(make(directory, deep_checkpoint, draft_checkpoint, precision=device_bundle.manifest.precision))

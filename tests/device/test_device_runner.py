@@ -95,8 +95,8 @@ def test_log_probabilities_are_the_same(device_runner: Runner, reference_runner:
     assert got is not None
     assert wanted is not None
     for one, other in zip(got, wanted, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+        assert one.logprob == pytest.approx(other.logprob, abs=4e-3)
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=4e-3)
 
 
 def test_prompts_are_read_in_chunks(device_runner: Runner, reference_runner: Runner) -> None:
