@@ -11,7 +11,7 @@ GIB = 1 << 30
 # Peak resident memory of whole builds, measured: 0.50 GiB for a model of 0.1 million parameters, 1.85 GiB for
 # SmolLM2-135M from GGUF (0.50 GiB of fp32 weights), 4.64 GiB for a Llama of 537 million (2.0 GiB). So at most 2.7
 # copies of the fp32 weights beyond the libraries. Quantizing the exported SmolLM2-135M to int8 took 1.87 GiB.
-# With TensorRT-RTX: 0.83 GiB for a model of 0.1 million parameters; SmolLM2-135M took 2.59 GiB in fp16 and 3.05 in int8.
+# With TensorRT-RTX: 0.83 GiB for a model of 0.1 million parameters, 2.59 GiB for SmolLM2-135M in fp16, 3.05 in int8.
 LIBRARIES_BYTES = GIB * 3 // 4
 COPIES_OF_FP32_WEIGHTS = 3.0
 TENSORRT_LIBRARIES_BYTES = GIB
