@@ -1,6 +1,5 @@
 """The matrix products of a graph: what quantization works on."""
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import onnx
 from onnx import numpy_helper
 
 Array = np.ndarray[Any, Any]
-
-SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of nodes: a Python list, from the model to the operation
 
 
 @dataclass(frozen=True)
@@ -24,10 +21,8 @@ class Product:
 
     @property
     def layer(self) -> str:
-        """Where the model has it, such as layers.0.mlp.down_proj; the node's name where the export does not tell."""
-        scopes = next((each.value for each in self.node.metadata_props if each.key == SCOPES), "[]")
-        inner = [scope for scope in ast.literal_eval(scopes)[:-1] if scope]
-        return inner[-1] if inner else self.node.name
+        """Where the model has it, such as model.layers.0.mlp.down_proj: exports name nodes after their modules."""
+        return self.node.name.rpartition("/")[0] or self.node.name
 
 
 class Graph:

@@ -16,6 +16,7 @@ from specrun.export.attention import ATTENTION
 from specrun.export.axes import name_axes
 from specrun.export.contract import ContractModule
 from specrun.export.fusion import fuse
+from specrun.export.node_names import name_nodes
 
 # Sizes of the example inputs. All axes they show are dynamic; the numbers only have to differ from each
 # other and from 1, so that the tracer does not take two axes for one.
@@ -104,6 +105,7 @@ def to_onnx(
 
 def save(model: ir.Model, path: Path) -> None:
     """Write the graph to `path` and its weights beside it, in one external file."""
+    name_nodes(model)
     ir.save(model, path, external_data=path.name + ".data")
 
 

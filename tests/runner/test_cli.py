@@ -12,6 +12,7 @@ import transformers
 from specrun.engines.errors import RequestError
 from specrun.engines.manifest import MANIFEST, Bundle
 from specrun.runner import cli
+from specrun.runner.commands import exit_codes
 from specrun.runner.compare import compare_all
 from specrun.runner.prompt_set import PROMPT_SETS, load_prompt_set
 from tests import tiny, tiny_heads
@@ -95,7 +96,7 @@ def test_generate_by_the_rejection_rule(specrun: Specrun, bundle: Bundle) -> Non
     outputs = [specrun("generate", bundle.path, *options)[1] for _ in range(2)]
     assert json.loads(outputs[0])["ids"] == json.loads(outputs[1])["ids"]
     code, _, err = specrun("generate", bundle.path, *options, "--compare")
-    assert code == cli.EXIT_REFUSED
+    assert code == exit_codes.EXIT_REFUSED
     assert "other tokens" in err
 
 
@@ -138,11 +139,11 @@ def test_difference_is_an_exit_code(specrun: Specrun, bundle: Bundle, monkeypatc
         "--compare",
     )
     code, out, _ = specrun(*arguments)
-    assert code == cli.EXIT_DIFFERENT
+    assert code == exit_codes.EXIT_DIFFERENT
     assert "identical output: NO" in out
     assert "first difference at output token" in out
     code, out, _ = specrun(*arguments, "--json")
-    assert code == cli.EXIT_DIFFERENT
+    assert code == exit_codes.EXIT_DIFFERENT
     assert json.loads(out)["divergence"]["index"] >= 0
 
 
@@ -384,7 +385,7 @@ def test_bad_input_gives_one_line(
 ) -> None:
     arguments, reason = BAD_INPUTS[case]
     code, out, err = specrun(*arguments(bundle, target_checkpoint, tmp_path))
-    assert code in (cli.EXIT_USAGE, cli.EXIT_REFUSED)
+    assert code in (exit_codes.EXIT_USAGE, exit_codes.EXIT_REFUSED)
     assert out == ""
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -399,7 +400,7 @@ def test_installed_command_runs(bundle: Bundle) -> None:
     done = subprocess.run([command, "info", bundle.path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     done = subprocess.run([command, "info", bundle.path / "no"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (cli.EXIT_REFUSED, "")
+    assert (done.returncode, done.stdout) == (exit_codes.EXIT_REFUSED, "")
     assert done.stderr.startswith("error: ")
 
 

@@ -1,0 +1,1 @@
+"""The commands of `specrun`, by what they are for."""
