@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from specrun.engines.errors import SpecrunError
-from specrun.engines.manifest import Quality
+from specrun.engines.manifest import Acceptance, Quality
 from specrun.engines.signature import Signature
 from specrun.engines.whole_text import WholeTextModel
 
 # What a quantized model may lose. SmolLM2-135M with 8-bit weights stays far above, with 4-bit weights far below.
 MAX_PERPLEXITY_CHANGE = 0.015
 MIN_AGREEMENT = 0.92
+MIN_ACCEPTANCE_CHANGE = -0.05  # of a draft's tokens per round
 
 
 class QualityError(SpecrunError):
@@ -60,6 +61,17 @@ def require_quality(quality: Quality, name: str, precision: str) -> None:
         f"{name} loses too much at {precision}: {describe(quality)}; expected at least {100 * MIN_AGREEMENT:g} % "
         f"and at most {100 * MAX_PERPLEXITY_CHANGE:+g} %. Choose another precision, or build it all the same with "
         f"--accept-quality-loss"
+    )
+
+
+def require_acceptance(acceptance: Acceptance, draft: str, precision: str) -> None:
+    """Raises QualityError if a draft guesses worse than it may."""
+    if acceptance.change >= MIN_ACCEPTANCE_CHANGE:
+        return
+    raise QualityError(
+        f"at {precision} {draft} promises {acceptance.quantized:.2f} tokens per round instead of "
+        f"{acceptance.reference:.2f}; expected at most {-100 * MIN_ACCEPTANCE_CHANGE:g} % less. Choose another "
+        f"precision or draft, or build it all the same with --accept-quality-loss"
     )
 
 

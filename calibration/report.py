@@ -5,7 +5,7 @@ import math
 import jinja2
 
 from specrun.calibration.plan import MAX_ERROR, Plan
-from specrun.engines.manifest import Quality
+from specrun.engines.manifest import Acceptance, Quality
 
 LEFT, TOP, WIDTH, HEIGHT = 50, 10, 900, 220
 DECADES = (-5, 0)  # powers of ten on the plot's axis
@@ -26,6 +26,14 @@ td:first-child, th:first-child { text-align: left; font-family: monospace }
 <td>{{ "%.2f" % quality.reference_perplexity }}</td><td>{{ "%.2f" % quality.perplexity }}</td>
 <td>{{ "%+.2f" % (100 * quality.perplexity_change) }} %</td></tr>
 </table>
+{% if acceptance %}
+<h2>Drafts</h2>
+<p>Tokens per round, estimated from how often the first guess is the target's choice.</p>
+<table><tr><th>draft</th><th>before</th><th>after</th><th>change</th></tr>
+{% for name, each in acceptance.items() %}<tr><td>{{ name }}</td><td>{{ "%.2f" % each.reference }}</td>
+<td>{{ "%.2f" % each.quantized }}</td><td>{{ "%+.1f" % (100 * each.change) }} %</td></tr>{% endfor %}
+</table>
+{% endif %}
 {% if bars %}
 <h2>Activations</h2>
 <p>Error of the products that read each activation, relative to their size, mean over rows; in the graph's order.
@@ -50,8 +58,10 @@ height="{{ bar.height }}"><title>{{ bar.name }}: {{ bar.error }}</title></rect>{
 )
 
 
-def render_report(name: str, precision: str, quality: Quality, plan: Plan | None) -> str:
-    """The page as HTML; `plan`: None where only weights are quantized."""
+def render_report(
+    name: str, precision: str, quality: Quality, acceptance: dict[str, Acceptance], plan: Plan | None
+) -> str:
+    """The page as HTML; `acceptance`: by draft; `plan`: None where only weights are quantized."""
     step = WIDTH / max(1, len(plan or ()))
     bars = [
         {
@@ -73,6 +83,7 @@ def render_report(name: str, precision: str, quality: Quality, plan: Plan | None
         name=name,
         precision=precision,
         quality=quality,
+        acceptance=acceptance,
         bars=bars,
         decades=decades,
         limit=f"{MAX_ERROR:g}",

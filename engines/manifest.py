@@ -113,6 +113,19 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """Tokens per round that a draft promises, estimated from its first guesses on held-out text."""
+
+    reference: float  # before quantization of draft and target
+    quantized: float
+
+    @property
+    def change(self) -> float:
+        """-0.01: one percent less."""
+        return self.quantized / self.reference - 1
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything that a runner must know before it loads a weight."""
 
@@ -120,6 +133,7 @@ class Manifest:
     backend: str  # one of engines/backend.py
     precision: str  # one of engines/precision.py
     quality: Quality | None  # of a quantized target
+    acceptance: dict[str, Acceptance]  # by draft, of a quantized target
     capacity: int  # tokens that the target's KV cache can hold
     draft_capacity: int  # the same of the draft; 0 without a draft
     k: int  # default number of drafted tokens per round

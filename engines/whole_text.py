@@ -12,6 +12,7 @@ import onnxruntime
 from specrun.engines import ort
 from specrun.engines.signature import (
     CACHE_LENGTH,
+    FEATURES,
     INPUT_IDS,
     LOGITS,
     POSITION_IDS,
@@ -44,8 +45,11 @@ class WholeTextModel:
         """What follows each of the first MAX_TEXT_TOKENS tokens: [tokens, vocabulary]."""
         return self.read(text, {LOGITS: self._signature.vocab_size})[LOGITS]
 
-    def read(self, text: Sequence[int], outputs: Mapping[str, int]) -> dict[str, np.ndarray[Any, Any]]:
-        """Outputs of the graph, each [tokens, columns]. `outputs`: their columns by name."""
+    def read(
+        self, text: Sequence[int], outputs: Mapping[str, int], features: np.ndarray[Any, Any] | None = None
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Outputs of the graph, each [tokens, columns]. `outputs`: their columns by name. `features` [tokens, hidden]:
+        for models that read them."""
         tokens = list(text[:MAX_TEXT_TOKENS])
         width = len(tokens)
         inputs = {
@@ -54,6 +58,8 @@ class WholeTextModel:
             CACHE_LENGTH: np.zeros(1, np.int64),
             TREE_MASK: np.tri(width, dtype=bool)[None],
         }
+        if features is not None:
+            inputs[FEATURES] = np.ascontiguousarray(features[None, :width], self._dtype)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
         values = {name: np.empty((1, width, columns), self._dtype) for name, columns in outputs.items()}

@@ -10,7 +10,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from specrun.engines.build import BuildOptions, build_bundle
+from specrun.engines.build import build_bundle
+from specrun.engines.build_options import BuildOptions
 from specrun.engines.manifest import Bundle
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"

@@ -80,7 +80,8 @@ def build(
     MODEL: as for `specrun export`, or a directory that it left.
     """
     with export_packages():
-        from specrun.engines.build import BuildOptions, build_bundle
+        from specrun.engines.build import build_bundle
+        from specrun.engines.build_options import BuildOptions
     options = BuildOptions(
         model, out, drafts, k, nodes, p_min, backend, precision, text, accept_quality_loss, capacity, gpus
     )

@@ -8,7 +8,8 @@ import onnx
 import pytest
 
 from specrun.engines import memory, ort, source
-from specrun.engines.build import BuildOptions, build_bundle
+from specrun.engines.build import build_bundle
+from specrun.engines.build_options import BuildOptions
 from specrun.engines.context import ContextError
 from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import MANIFEST, Bundle

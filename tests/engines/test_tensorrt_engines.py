@@ -10,7 +10,8 @@ import pytest
 
 from specrun.engines import tensorrt, tensorrt_build
 from specrun.engines.backend import TENSORRT_RTX
-from specrun.engines.build import BuildOptions, build_bundle
+from specrun.engines.build import build_bundle
+from specrun.engines.build_options import BuildOptions
 from specrun.engines.errors import UnfitError
 from specrun.engines.layers import EngineLayers
 from specrun.engines.manifest import Bundle

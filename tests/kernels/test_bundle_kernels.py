@@ -14,7 +14,7 @@ from specrun.engines.accept_kernels import (
     compile_kernels,
     compiler_options,
 )
-from specrun.engines.build import BuildOptions
+from specrun.engines.build_options import BuildOptions
 from specrun.engines.errors import UnfitError
 from specrun.engines.manifest import KERNELS, Bundle, BundleError
 from specrun.runner.cuda.kernels import AcceptKernels
