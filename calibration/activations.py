@@ -1,14 +1,14 @@
 """What the products of a model read while it reads text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import helper
 
-from specrun.calibration.products import Graph
+from specrun.calibration.products import Activation, Graph
+from specrun.calibration.progress_store import ProgressStore
 from specrun.engines import ort
 from specrun.engines.signature import Signature
 from specrun.engines.whole_text import WholeTextModel
@@ -21,22 +21,16 @@ SAMPLED_ROWS = 384  # kept of each activation, to try quantizations on
 EXTREME_ROWS = 4
 
 
-@dataclass(frozen=True)
-class Activation:
-    """One product input over the calibration text."""
-
-    maxima: Array  # largest magnitude of each channel, float32 [channels]
-    rows: Array  # a sample, float32 [rows, channels]
-
-
 def collect(
     graph: Path,
     signature: Signature,
     windows: Sequence[Sequence[int]],
     scratch: Path,
+    store: ProgressStore,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Activation]:
-    """Run the exported `graph` over `windows` of token ids; activations by name. Deterministic."""
+    """Run the exported `graph` over `windows` of token ids; activations by name. Deterministic. Windows that `store`
+    knows are not read again."""
     opened = Graph(graph)
     channels = {product.activation: opened.weights(product.weights).shape[0] for product in opened.products()}
     outputs = {output.name for output in opened.model.graph.output}
@@ -52,18 +46,25 @@ def collect(
     per_window = -(-SAMPLED_ROWS // len(windows))
     maxima: dict[str, Array] = {}
     rows: dict[str, list[Array]] = {name: [] for name in channels}
-    for done, window in enumerate(windows, start=1):
-        values = model.read(window, channels)
+    for index, window in enumerate(windows):
         picked = random.permutation(len(window))[:per_window]
-        for name, value in values.items():
-            value = value.astype(np.float32, copy=False)
-            magnitudes = np.abs(value)
-            largest = magnitudes.max(0)
+        read = store.window(index)
+        if read is None:
+            read = {name: _sample(value, picked) for name, value in model.read(window, channels).items()}
+            store.keep_window(index, read)
+        for name, (largest, sample) in read.items():
             maxima[name] = np.maximum(maxima.get(name, largest), largest)
-            extreme = np.argsort(-magnitudes.max(1), kind="stable")[:EXTREME_ROWS]
-            rows[name].append(value[np.union1d(picked, extreme)])
-        progress(done)
+            rows[name].append(sample)
+        progress(index + 1)
     del model
     for file in (*scratch.glob("observed.onnx*"), *scratch.glob("observed-engine.onnx*")):
         file.unlink()
     return {name: Activation(maxima[name], np.concatenate(rows[name])) for name in channels}
+
+
+def _sample(value: Array, picked: Array) -> tuple[Array, Array]:
+    """The largest magnitude of each channel, and the rows that are kept."""
+    value = value.astype(np.float32, copy=False)
+    magnitudes = np.abs(value)
+    extreme = np.argsort(-magnitudes.max(1), kind="stable")[:EXTREME_ROWS]
+    return magnitudes.max(0), value[np.union1d(picked, extreme)]

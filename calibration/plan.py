@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specrun.calibration.activations import Activation
-from specrun.calibration.products import Graph
+from specrun.calibration.products import Activation, Graph
 
 Array = np.ndarray[Any, Any]
 

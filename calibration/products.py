@@ -25,6 +25,14 @@ class Product:
         return self.node.name.rpartition("/")[0] or self.node.name
 
 
+@dataclass(frozen=True)
+class Activation:
+    """One product input over the calibration text."""
+
+    maxima: Array  # largest magnitude of each channel, float32 [channels]
+    rows: Array  # a sample, float32 [rows, channels]
+
+
 class Graph:
     """A model in memory, with its weights by name."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specrun.engines import ort
 from specrun.engines.backend import FUSE, MODEL
-from specrun.engines.manifest import MEDUSA, VOCABULARY_FILE, HeadEntry
+from specrun.engines.manifest import MEDUSA, VOCABULARY_FILE, HeadEntry, ModelEntry
 from specrun.engines.signature import HIDDEN_STATES, LOGITS, Signature
 from specrun.engines.whole_text import WholeTextModel
 
@@ -51,17 +51,19 @@ def tokens_per_round(agreement: float, k: int) -> float:
     return sum(agreement**position for position in range(k + 1))
 
 
-def guess_of_model(engine: Path, signature: Signature) -> Guess:
-    """Of a draft model, or an early exit."""
+def guess_of_model(engine: Path, signature: Signature, vocabulary_size: int) -> Guess:
+    """Of a draft model, or an early exit. `vocabulary_size`: ids beyond it are never guessed."""
     model = WholeTextModel(engine, signature)
-    return lambda text, states: model.choices(text)
+    return lambda text, states: np.asarray(model.logits(text)[:, :vocabulary_size].argmax(-1))
 
 
-def guess_of_head(kind: str, directory: Path, entry: HeadEntry, taps: Sequence[int], width: int) -> Guess:
-    """Of a head whose engines lie in `directory`, compiled for ONNX Runtime; its vocabulary, too. `taps`: of the
-    target; `width`: of one of its states."""
-    columns = np.concatenate([np.arange(width) + width * list(taps).index(tap) for tap in entry.taps])
+def guess_of_head(kind: str, directory: Path, entry: HeadEntry, target: ModelEntry) -> Guess:
+    """Of a head whose engines lie in `directory`, compiled for ONNX Runtime; its vocabulary, too. `target`: with its
+    taps."""
+    taps, width = list(target.signature.taps), target.signature.hidden_size
+    columns = np.concatenate([np.arange(width) + width * taps.index(tap) for tap in entry.taps])
     ids = np.load(directory / VOCABULARY_FILE, allow_pickle=False) if entry.reduced_vocabulary else None
+    size = target.vocabulary_size if ids is None else len(ids)
     engine, fuse = directory / f"{MODEL}.onnx", directory / f"{FUSE}.onnx"
     if kind == MEDUSA:
         heads = _stateless(engine)
@@ -81,7 +83,7 @@ def guess_of_head(kind: str, directory: Path, entry: HeadEntry, taps: Sequence[i
     def guess(text: Sequence[int], states: Array | None) -> Array:
         assert states is not None
         # A head knows the token after a state, and guesses the one after that.
-        best = logits_of(text, np.ascontiguousarray(states[:-1, columns])).argmax(-1)
+        best = logits_of(text, np.ascontiguousarray(states[:-1, columns]))[:, :size].argmax(-1)
         return np.asarray(best if ids is None else ids[best])
 
     return guess

@@ -93,7 +93,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
     Returns False if the bundle was already there, made from the same inputs, and is intact.
     Raises an error of `engines` or `export` that says what is wrong.
     """
-    compiler = options.compiler(downloads.parent / "timing")
+    compiler = options.compiler(downloads.parent)
     target = Source.open(options.model, options.export_precision, downloads)
     drafts = Drafts.open(options, downloads)
     capacity = options.capacity or min(DEFAULT_CAPACITY, target.context.positions)
@@ -119,8 +119,9 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
         taps = tuple(sorted({tap for head, _ in heads.values() for tap in head.taps}))
         parts = BundleParts(directory, options, compiler, capacity)
         card, entries = parts.add_target(target, taps, drafts.early_exit)
+        tapped = replace(card.model, signature=replace(card.model.signature, taps=taps))
         for kind, (head, name) in heads.items():
-            entries[kind] = parts.add_head(kind, head, name, replace(card.model.signature, taps=taps))
+            entries[kind] = parts.add_head(kind, head, name, tapped)
         draft_capacity = min(capacity, drafts.model.context.limit) if drafts.model else 0
         draft_card = parts.add_draft(drafts.model, draft_capacity) if drafts.model else None
         _add_kernels(kernels, directory)
@@ -144,7 +145,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 engine_widths=options.engine_widths,
                 proposer=drafts.proposer,
                 gpus=options.gpus,
-                target=replace(card.model, signature=replace(card.model.signature, taps=taps)),
+                target=tapped,
                 draft=draft_card.model if draft_card else None,
                 heads=entries,
                 files=file_entries(directory),

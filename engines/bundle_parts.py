@@ -32,10 +32,10 @@ from specrun.engines.manifest import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     HeadEntry,
+    ModelEntry,
 )
 from specrun.engines.quantization import Quantization
 from specrun.engines.shared_weights import share_weights
-from specrun.engines.signature import Signature
 from specrun.engines.source import Source
 from specrun.engines.vocabulary import load_tokenizer
 from specrun.export.graph import PRECISIONS as DTYPES
@@ -75,11 +75,10 @@ class BundleParts:
                 graph.unlink()
             if early_exit is None:
                 return card, {}
-            return card, {EARLY_EXIT: self._add_exit(early_exit, export / ENGINE_FILE, card.model.signature, plan)}
+            return card, {EARLY_EXIT: self._add_exit(early_exit, export / ENGINE_FILE, card.model, plan)}
 
-    def _add_exit(
-        self, asked: tuple[int, ...] | int, export: Path, signature: Signature, plan: Plan | None
-    ) -> HeadEntry:
+    def _add_exit(self, asked: tuple[int, ...] | int, export: Path, target: ModelEntry, plan: Plan | None) -> HeadEntry:
+        signature = target.signature
         directory, compiler = self._bundle / TARGET, self._compiler
         if asked == 0:
             tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
@@ -92,7 +91,7 @@ class BundleParts:
 
         def make_guess(compile_graph: Compile, scratch: Path) -> Guess:
             compile_exit(export, scratch / ENGINE_FILE, signature, compile_graph)
-            return guess_of_model(scratch / ENGINE_FILE, signature)
+            return guess_of_model(scratch / ENGINE_FILE, signature, target.vocabulary_size)
 
         self.quantization.measure_draft(EARLY_EXIT, make_guess, plan)
         engine = directory / engine_file(compiler.backend, EARLY_EXIT_MODEL)
@@ -113,7 +112,7 @@ class BundleParts:
             reduced_vocabulary=False,
         )
 
-    def add_head(self, kind: str, head: Head, name: str, target: Signature) -> HeadEntry:
+    def add_head(self, kind: str, head: Head, name: str, target: ModelEntry) -> HeadEntry:
         """Medusa heads or an EAGLE head. `target`: with its taps."""
         logger.info("%s: exporting %s parameters", name, f"{head.parameters:,}")
         directory, export = self._bundle / kind, self._bundle / f"{kind}-export"
@@ -126,7 +125,7 @@ class BundleParts:
                 compile_graph(file, scratch / file.name)
             if entry.reduced_vocabulary:
                 shutil.copyfile(export / VOCABULARY_FILE, scratch / VOCABULARY_FILE)
-            return guess_of_head(kind, scratch, entry, target.taps, target.hidden_size)
+            return guess_of_head(kind, scratch, entry, target)
 
         self.quantization.measure_draft(kind, make_guess)
         for file in sorted(export.glob("*.onnx")):
@@ -146,7 +145,7 @@ class BundleParts:
 
             def make_guess(compile_graph: Compile, scratch: Path) -> Guess:
                 compile_graph(graph, scratch / ENGINE_FILE)
-                return guess_of_model(scratch / ENGINE_FILE, card.model.signature)
+                return guess_of_model(scratch / ENGINE_FILE, card.model.signature, card.model.vocabulary_size)
 
             self.quantization.measure_draft(DRAFT_MODEL, make_guess, plan)
             self._compiler.compile(graph, directory / engine_file(self._options.backend), capacity, plan)

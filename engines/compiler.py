@@ -35,7 +35,7 @@ class Compiler:
     precision: Precision
     widths: tuple[int, ...]  # tokens per call that engines with static shapes are for, ascending
     gpus: tuple[str, ...]
-    cache: Path  # directory of what makes the next build faster
+    cache: Path  # directory of what the next build need not do again
 
     def rows(self, capacity: int) -> int:
         """Rows of a KV cache that holds `capacity` tokens: calls that are wider than what is left of it need some."""
@@ -49,14 +49,14 @@ class Compiler:
             return
         rows = self.rows(capacity)
         if plan is None:
-            build_engine(self.backend, graph, engine, self.widths, rows, self.gpus, self.cache)
+            build_engine(self.backend, graph, engine, self.widths, rows, self.gpus, self.cache / "timing")
             return
         quantized = _scratch(engine, "quantized")
         opened = Graph(graph)
         quantize_products(opened, self._applied(plan), SIGNED)
         opened.save(quantized)
         del opened
-        build_engine(self.backend, quantized, engine, self.widths, rows, self.gpus, self.cache)
+        build_engine(self.backend, quantized, engine, self.widths, rows, self.gpus, self.cache / "timing")
         _remove(quantized)
 
     def compile_for_measuring(self, graph: Path, engine: Path, plan: Plan | None) -> None:

@@ -11,6 +11,7 @@ from specrun.calibration.activations import collect
 from specrun.calibration.corpus import Corpus
 from specrun.calibration.plan import Plan, make_plan
 from specrun.calibration.products import Graph
+from specrun.calibration.progress_store import ProgressStore
 from specrun.calibration.quality import describe, measure, require_acceptance, require_quality
 from specrun.calibration.report import render_report
 from specrun.engines import ort
@@ -49,11 +50,15 @@ class Quantization:
         if not self._compiler.precision.activations:
             return None
         windows = self._corpus(directory, model).calibration
-        progress = _progress(f"{model.name}: calibrating", len(windows))
-        with self._scratch_directory() as scratch:
-            activations = collect(graph, model.signature, windows, scratch, progress)
-        progress = _progress(f"{model.name}: searching scales", len(activations))
-        plan = make_plan(Graph(graph), activations, progress)
+        store = ProgressStore(self._compiler.cache / "calibration", graph, windows)
+        plan = store.plan()
+        if plan is None:
+            progress = _progress(f"{model.name}: calibrating", len(windows))
+            with self._scratch_directory() as scratch:
+                activations = collect(graph, model.signature, windows, scratch, store, progress)
+            progress = _progress(f"{model.name}: searching scales", len(activations))
+            plan = make_plan(Graph(graph), activations, progress)
+            store.keep_plan(plan)
         quantized = sum(each.quantized for each in plan.values())
         logger.info(
             "%s: %d of %d activations in 8 bits, the others are too sensitive", model.name, quantized, len(plan)

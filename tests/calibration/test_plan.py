@@ -12,9 +12,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from specrun.calibration.activations import Activation
 from specrun.calibration.plan import MAX_ERROR, Plan, make_plan, quantize_columns
-from specrun.calibration.products import Graph
+from specrun.calibration.products import Activation, Graph
 from specrun.calibration.w8a8 import SIGNED, UNSIGNED, Encoding, quantize_products
 from specrun.calibration.weights import quantize_weights
 from specrun.engines import ort
@@ -165,7 +164,7 @@ def test_quantizing_leaves_the_logging_of_others_alone(tmp_path: Path) -> None:
     script = """
         import logging, sys
         from pathlib import Path
-        from specrun.calibration.products import Graph
+        from specrun.calibration.products import Activation, Graph
         from specrun.calibration.weights import quantize_weights
         quantize_weights(Graph(Path(sys.argv[1])), 8, 16)
         root = logging.getLogger()
