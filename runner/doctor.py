@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import onnxruntime as ort
 
+from specrun.engines.accept_kernels import architecture_here
 from specrun.engines.memory import GIB, available_bytes
 from specrun.engines.ort import usable_cores
 
@@ -38,9 +39,11 @@ def examine() -> list[Finding]:
         Finding("export and build", _missing(missing) if missing else f"torch {_version('torch')}", not missing),
         Finding("output after a grammar", _found("llguidance", "grammar"), _version("llguidance") is not None),
         Finding("kernels for GPUs", _found("nvidia-cuda-nvrtc", "gpu"), _version("nvidia-cuda-nvrtc") is not None),
+        Finding("engines for GPUs", _found("polygraphy", "gpu"), _version("polygraphy") is not None),
         Finding("TensorRT-RTX", rtx or "not installed", rtx is not None),
         Finding("TensorRT", tensorrt or "not installed", tensorrt is not None),
         Finding("NVIDIA driver", "found" if gpu else "not found", gpu),
+        Finding("GPU", architecture_here() or "not found", gpu),
     ]
 
 

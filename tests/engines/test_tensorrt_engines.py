@@ -119,11 +119,13 @@ def test_all_known_architectures_are_tested() -> None:
     assert tensorrt.known_architectures(TENSORRT_RTX) == ARCHITECTURES
 
 
-def test_what_cannot_be_built_is_refused_before_the_build(tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_refused_before_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TensorRtError, match=r"got GPU sm90, tensorrt-rtx builds for sm75, .*; for others"):
         BuildOptions("m", tmp_path, backend=TENSORRT_RTX, gpus=("sm90",))
-    with pytest.raises(TensorRtError, match="builds for the GPU of the machine it runs on, which is not there"):
-        BuildOptions("m", tmp_path, backend="tensorrt", gpus=("sm89",))
+    for here, found in ((None, "not there"), ("sm90", "sm90")):
+        monkeypatch.setattr(tensorrt_build, "architecture_here", lambda here=here: here)
+        with pytest.raises(TensorRtError, match=f"builds for the GPU of the machine it runs on, which is {found}; got"):
+            BuildOptions("m", tmp_path, backend="tensorrt", gpus=("sm89",))
     with pytest.raises(BuildError, match="needs --gpu"):
         BuildOptions("m", tmp_path, backend=TENSORRT_RTX)
     with pytest.raises(BuildError, match="got backend 'cuda', expected one of ort, ort-cuda, tensorrt, tensorrt-rtx"):
