@@ -13,6 +13,7 @@ from specrun.runner.commands.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED, E
 from specrun.runner.commands.generate import generate
 from specrun.runner.commands.inspect import doctor, info, inspect
 from specrun.runner.commands.measure import bench, compare, verify
+from specrun.runner.commands.serve import serve
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,7 +71,7 @@ class _Format(logging.Formatter):
         return prefix + record.getMessage()
 
 
-for command in (export, build, distill, info, inspect, generate, verify, bench, compare, doctor):
+for command in (export, build, distill, info, inspect, generate, serve, verify, bench, compare, doctor):
     cli.add_command(command)
 
 

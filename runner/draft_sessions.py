@@ -82,9 +82,10 @@ class DraftSessions:
         if kind == DRAFT_MODEL:
             assert draft is not None
             return loader.draft(
+                kind,
                 self._bundle.engine(DRAFT),
                 draft.signature,
-                loader.cache(draft.signature, draft.cache_dtype, self._manifest.draft_capacity),
+                loader.cache(kind, draft.signature, draft.cache_dtype, self._manifest.draft_capacity),
                 draft.cache_dtype,
                 min(draft.vocabulary_size, target.vocabulary_size),
             )
@@ -94,16 +95,16 @@ class DraftSessions:
             engine, kv_cache = self._bundle.engine(TARGET, EARLY_EXIT_MODEL), self._target_cache
         else:
             engine = self._bundle.engine(kind)
-            kv_cache = loader.cache(head.signature, target.cache_dtype, head.capacity)
+            kv_cache = loader.cache(kind, head.signature, target.cache_dtype, head.capacity)
         size = head.signature.vocab_size if head.reduced_vocabulary else target.vocabulary_size
-        return loader.draft(engine, head.signature, kv_cache, target.cache_dtype, size, self._vocabulary(kind))
+        return loader.draft(kind, engine, head.signature, kv_cache, target.cache_dtype, size, self._vocabulary(kind))
 
     def _load_heads(self, kind: str) -> Callable[[Array], Logits]:
         head, target, ids = self._manifest.heads[kind], self._manifest.target, self._vocabulary(kind)
         columns = target.signature.vocab_size if ids is None else len(ids)
         shape = (len(self._tapped_columns(kind)), head.positions, columns)
         size = target.vocabulary_size if ids is None else columns
-        return self._loader.heads(self._bundle.engine(kind), shape, target.cache_dtype, size, ids)
+        return self._loader.heads(kind, self._bundle.engine(kind), shape, target.cache_dtype, size, ids)
 
     def _load_fuse(self, kind: str) -> Callable[[Array], Array]:
         signature = self._manifest.heads[kind].signature

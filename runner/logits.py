@@ -1,6 +1,7 @@
 """Rows of logits, wherever they lie, and what is asked of them."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,10 @@ from specrun.runner.sampling import Chooser, Guesses
 from specrun.runner.types import Proposal, Verdict
 
 Array = np.ndarray[Any, Any]
+
+# Gets what was done, for how many rows, and the seconds it took.
+Timed = Callable[[str, int, float], None]
+ACCEPT, GUESS, FUSE = "accept", "guess", "fuse"
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,24 @@ class HostLogits:
 
     rows: Array  # float32 [rows, vocabulary], without padding ids
     ids: Array | None = None  # the token of each column, ascending, of a draft with a reduced vocabulary
+    timed: Timed | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def accept(self, proposal: Proposal, chooser: Chooser, position: int) -> Verdict:
-        return accept(proposal, self.rows, chooser, position)
+        start = time.perf_counter()
+        verdict = accept(proposal, self.rows, chooser, position)
+        if self.timed is not None:
+            self.timed(ACCEPT, 1 + len(verdict.path), time.perf_counter() - start)
+        return verdict
 
     def guess(self, places: Sequence[Place], chooser: Chooser, count: int) -> list[Guesses]:
-        return [chooser.best(self.rows[at.row], at.position, count, self.ids, at.path) for at in places]
+        start = time.perf_counter()
+        guesses = [chooser.best(self.rows[at.row], at.position, count, self.ids, at.path) for at in places]
+        if self.timed is not None:
+            self.timed(GUESS, len(places), time.perf_counter() - start)
+        return guesses
 
     def row(self, index: int) -> Array:
         return np.asarray(self.rows[index])

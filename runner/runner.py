@@ -1,17 +1,21 @@
 """A loaded bundle: text in, text out."""
 
+import copy
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specrun.engines.backend import GPU_BACKENDS
 from specrun.engines.errors import RequestError
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
+    MEDUSA,
     NGRAM,
     NGRAM_FIRST,
     TARGET,
@@ -26,9 +30,10 @@ from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
 from specrun.runner.draft_sessions import DraftSessions
 from specrun.runner.grammar import GrammarCompiler
-from specrun.runner.loader import open_loader
+from specrun.runner.loader import Loader, open_loader
 from specrun.runner.logprobs import MAX_TOP, TokenLogprobs
 from specrun.runner.loop import Limits, Observer, decode
+from specrun.runner.pace import CallCosts, DraftCost, Pace, Reach, RequestPace
 from specrun.runner.processors import Processing, Processor
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
@@ -37,7 +42,7 @@ from specrun.runner.sampling import Chooser, Sampling
 from specrun.runner.session import Session
 from specrun.runner.statistics import Statistics
 from specrun.runner.text import TextStream
-from specrun.runner.types import FinishReason, Token
+from specrun.runner.types import FinishReason, Source, Token
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,8 @@ class Request:
     processing: Processing = field(default_factory=Processing)
     logprobs: int | None = None  # how many of the likeliest tokens to report beside each emitted one; None: nothing
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own
+    prediction: tuple[int, ...] = ()  # the client's guess of the output
     proposer: str | None = None  # "none" for plain decoding
     k: int | None = None  # positions ahead
     nodes: int | None = None  # of a proposed tree
@@ -124,7 +131,7 @@ class Completion:
 class Runner:
     """A bundle with its engines loaded. Serves one request at a time."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, loader: Loader | None = None, pace: Pace | None = None) -> None:
         """Load what `bundle` holds. Raises BundleError, VocabularyMismatchError, UnfitError or an engine's error."""
         manifest = bundle.manifest
         self.bundle = bundle
@@ -136,13 +143,24 @@ class Runner:
             draft_tokenizer = load_tokenizer(bundle.model_file(DRAFT, TOKENIZER_FILE))
             share = manifest.draft.parameters / target.parameters
             require_pair(vocabulary, self._vocabulary(draft_tokenizer, manifest.draft), share)
-        loader = open_loader(bundle)
-        cache = loader.cache(target.signature, target.cache_dtype, manifest.capacity)
+        costs = CallCosts()
+        self._pace = pace or (None if manifest.backend in GPU_BACKENDS else Pace(costs))
+        self._load(open_loader(bundle, costs) if loader is None else loader)
+        self._grammars = GrammarCompiler(self.tokenizer, target.vocabulary_size, self._stop_token_ids)
+
+    def beside(self, loader: Loader) -> "Runner":
+        """Another runner of the same bundle, with sessions of its own from `loader`."""
+        other = copy.copy(self)
+        other._load(loader)
+        return other
+
+    def _load(self, loader: Loader) -> None:
+        bundle, target = self.bundle, self.bundle.manifest.target
+        cache = loader.cache(TARGET, target.signature, target.cache_dtype, bundle.manifest.capacity)
         self._target = loader.target(
             bundle.engine(TARGET), target.signature, cache, target.cache_dtype, target.vocabulary_size
         )
         self._drafts = DraftSessions(bundle, loader, cache)
-        self._grammars = GrammarCompiler(self.tokenizer, target.vocabulary_size, self._stop_token_ids)
 
     @classmethod
     def open(cls, path: Path) -> "Runner":
@@ -173,11 +191,20 @@ class Runner:
         """Token ids of a prompt that is to be continued."""
         return tuple(self.tokenizer.encode(prompt).ids)
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a piece of text, nothing put in front."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
     def encode_chat(self, message: str) -> tuple[int, ...]:
         """Token ids of a conversation in which the user says `message`. Raises RequestError."""
         if self._chat_template is None:
             raise RequestError(f"{self.bundle.path} has no chat template; prompt it without --chat")
-        messages = [{"role": "user", "content": message}]
+        return self.encode_messages([{"role": "user", "content": message}])
+
+    def encode_messages(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, roles and contents, ready for the answer. Raises RequestError."""
+        if self._chat_template is None:
+            raise RequestError(f"{self.bundle.path} has no chat template; use completions, not chat")
         text = chat.render(self._chat_template, messages, self.bundle.manifest.target.special_tokens)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)  # the template writes its own
 
@@ -189,7 +216,8 @@ class Runner:
         size = self.bundle.manifest.target.vocabulary_size
         processing.require_ids(size)
         grammar = None if processing.grammar is None else self._grammars.start(processing.grammar)
-        processor = Processor(processing, request.prompt_ids, size, self._stop_token_ids, grammar)
+        stop = self._stop_token_ids | request.stop_token_ids
+        processor = Processor(processing, request.prompt_ids, size, stop, grammar)
         return Chooser(request.sampling, processor)
 
     def stream(
@@ -199,11 +227,25 @@ class Runner:
 
         `statistics` is filled in while it runs. Raises RequestError, GrammarError or LogitsError.
         """
-        self._require_room(request)
+        self.check(request)
         statistics = statistics or Statistics()
         chooser = self.chooser(replace(request, sampling=request.sampling.with_seed()))
         name = self._proposer_name(request)
-        proposer = self._proposer(name, request)
+        limits = self._limits(request, name)
+        with self._paced(name, limits, request) as pace:
+            yield from self._stream(request, statistics, observe, chooser, name, limits, pace)
+
+    def _stream(
+        self,
+        request: Request,
+        statistics: Statistics,
+        observe: Observer | None,
+        chooser: Chooser,
+        name: str,
+        limits: Limits,
+        pace: RequestPace | None,
+    ) -> Iterator[Event]:
+        proposer = self._proposer(name, request, pace)
         logprobs: TokenLogprobs | None = None
         looked_at = request.logprobs is not None or observe is not None
 
@@ -219,9 +261,10 @@ class Runner:
             proposer,
             list(request.prompt_ids),
             chooser,
-            self._limits(request, name),
+            limits,
             statistics,
             look if looked_at else None,
+            pace,
         )
         text = TextStream(self.tokenizer, request.stop, request.processing.min_tokens)
         for token in tokens:
@@ -252,6 +295,16 @@ class Runner:
             logprobs=None if request.logprobs is None else logprobs,
         )
 
+    def check(self, request: Request) -> None:
+        """Whether it can be served, before it is. Raises RequestError."""
+        self._require_room(request)
+        name = self._proposer_name(request)
+        self._require_proposer(name)
+        if request.prediction and name not in (NO_PROPOSER,) and not name.startswith(NGRAM):
+            raise RequestError(f"got a prediction with the proposer {name!r}, which looks nothing up")
+        self._limits(request, name)
+        request.processing.require_ids(self.bundle.manifest.target.vocabulary_size)
+
     @property
     def _stop_token_ids(self) -> frozenset[int]:
         return frozenset(self.bundle.manifest.target.stop_token_ids)
@@ -279,17 +332,33 @@ class Runner:
                 )
         return Limits(
             max_tokens=request.max_tokens,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._stop_token_ids | request.stop_token_ids,
             k=k,
             prefill_width=manifest.widths[-1],
         )
 
-    def _proposer(self, name: str, request: Request) -> Proposer | None:
+    @contextmanager
+    def _paced(self, name: str, limits: Limits, request: Request) -> Iterator[RequestPace | None]:
+        """What decides how far rounds speculate; nothing does where the request says how far, or gives up that
+        speculation leaves the output alone."""
+        if self._pace is None or name == NO_PROPOSER or request.k is not None or request.sampling.rejects:
+            yield None
+            return
+        draft = "" if name == NGRAM else name.removeprefix(NGRAM_FIRST)
+        lookup = limits.k if name.startswith(NGRAM) else 0
+        reach = Reach(lookup, self.bundle.manifest.positions(draft) if draft else 0)
+        has: dict[Source, bool] = {"lookup": bool(lookup), "draft": bool(draft)}
+        sources = [source for source, there in has.items() if there]
+        kind = draft.removesuffix(TREE_SUFFIX)
+        with self._pace.request(sources, reach, DraftCost(kind, kind != MEDUSA) if draft else None) as pace:
+            yield pace
+
+    def _proposer(self, name: str, request: Request, pace: RequestPace | None) -> Proposer | None:
         manifest = self.bundle.manifest
         if name == NO_PROPOSER:
             return None
         if name == NGRAM:
-            return NGramLookup()
+            return NGramLookup(request.prediction)
         if name in self.proposers:
             draft = name.removeprefix(NGRAM_FIRST)
             nodes = manifest.nodes if request.nodes is None else request.nodes
@@ -297,10 +366,20 @@ class Runner:
             proposer = self._drafts.proposer(draft, nodes, p_min)
             if draft == name:
                 return proposer
-            return NGramFirst(proposer, manifest.positions(draft) if request.k is None else request.k)
-        raise RequestError(
-            f"got proposer {name!r}, this bundle has {', '.join(self.proposers)} and {NO_PROPOSER} (plain decoding)"
-        )
+            if pace is not None:
+                return NGramFirst(proposer, lambda: pace.next, NGramLookup(request.prediction))
+            fixed = Reach(
+                manifest.positions(name) if request.k is None else request.k,
+                manifest.positions(draft) if request.k is None else request.k,
+            )
+            return NGramFirst(proposer, lambda: fixed, NGramLookup(request.prediction))
+        raise AssertionError(f"no proposer {name!r}")
+
+    def _require_proposer(self, name: str) -> None:
+        if name not in (NO_PROPOSER, *self.proposers):
+            raise RequestError(
+                f"got proposer {name!r}, this bundle has {', '.join(self.proposers)} and {NO_PROPOSER} (plain decoding)"
+            )
 
     def _require_room(self, request: Request) -> None:
         capacity = self._target.capacity

@@ -1,6 +1,7 @@
 """A session on ONNX Runtime, CPU provider."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from specrun.engines.manifest import TARGET
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
     CACHE_LENGTH,
@@ -22,11 +24,15 @@ from specrun.engines.signature import (
     present,
 )
 from specrun.runner.kv_cache import KVCache
-from specrun.runner.logits import HostLogits
+from specrun.runner.logits import FUSE, HostLogits, Timed
+from specrun.runner.pace import CallCosts
 from specrun.runner.session import Output
 from specrun.runner.tree import Ancestry
 
 Array = np.ndarray[Any, Any]
+
+
+WIDEST_TIMED = 64  # tokens; wider calls read prompts, at another price
 
 
 class OrtSession:
@@ -41,18 +47,22 @@ class OrtSession:
         vocabulary_size: int,
         ids: Array | None = None,
         no_single_rows: bool = False,
+        name: str = TARGET,
+        timed: Timed | None = None,
     ) -> None:
         """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
         logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks). `ids`: the
         token of each logit, of a draft with a reduced vocabulary.
         `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
-        which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it."""
+        which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it.
+        `name`: of the model, for `timed`."""
         self._session = load_engine(engine)
         self._signature = signature
         self._vocabulary_size = vocabulary_size
         self._ids = ids
         self._cache = cache
         self._no_single_rows = no_single_rows
+        self._name, self._timed = name, timed
         self._cache_version = -1
         self._length = 0
         self._nodes = Ancestry()
@@ -100,9 +110,12 @@ class OrtSession:
             self._binding.bind_cpu_input(name, array)
         logits = self._bind_output(LOGITS, len(tokens))
         hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
+        start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
+        if self._timed is not None and len(tokens) <= WIDEST_TIMED:
+            self._timed(self._name, len(tokens), time.perf_counter() - start)
         return Output(
-            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids),
+            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, self._timed),
             None if hidden is None else hidden[:wanted].astype(np.float32, copy=False),
         )
 
@@ -138,20 +151,29 @@ class OrtSession:
 class OrtLoader:
     """Loads engines for ONNX Runtime's CPU provider; what `runner/loader.py` asks for."""
 
-    def __init__(self, no_single_rows: bool) -> None:
-        """`no_single_rows`: of the target, see `OrtSession`."""
-        self._no_single_rows = no_single_rows
+    def __init__(self, no_single_rows: bool, costs: CallCosts) -> None:
+        """`no_single_rows`: of the target, see `OrtSession`. `costs`: gets the time of each call."""
+        self._no_single_rows, self._costs = no_single_rows, costs
 
-    def cache(self, signature: Signature, dtype: str, capacity: int) -> KVCache:
+    def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> KVCache:
         return KVCache(signature, dtype, capacity, spare_rows=1 if self._no_single_rows else 0)
 
     def target(
         self, engine: Path, signature: Signature, cache: KVCache, dtype: str, vocabulary_size: int
     ) -> OrtSession:
-        return OrtSession(engine, signature, cache, dtype, vocabulary_size, no_single_rows=self._no_single_rows)
+        return OrtSession(
+            engine,
+            signature,
+            cache,
+            dtype,
+            vocabulary_size,
+            no_single_rows=self._no_single_rows,
+            timed=self._costs.observe,
+        )
 
     def draft(
         self,
+        name: str,
         engine: Path,
         signature: Signature,
         cache: KVCache,
@@ -159,16 +181,20 @@ class OrtLoader:
         vocabulary_size: int,
         ids: Array | None = None,
     ) -> OrtSession:
-        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids)
+        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids, name=name, timed=self._costs.observe)
 
     def heads(
-        self, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
+        self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
     ) -> Callable[[Array], HostLogits]:
         session = load_engine(engine)
 
         def heads(hidden: Array) -> HostLogits:
+            start = time.perf_counter()
             (logits,) = session.run(None, {HIDDEN_STATES: hidden[None, None].astype(dtype, copy=False)})
-            return HostLogits(logits[0, 0, :, :vocabulary_size].astype(np.float32, copy=False), ids)
+            self._costs.observe(name, 1, time.perf_counter() - start)
+            return HostLogits(
+                logits[0, 0, :, :vocabulary_size].astype(np.float32, copy=False), ids, self._costs.observe
+            )
 
         return heads
 
@@ -176,7 +202,10 @@ class OrtLoader:
         session = load_engine(engine)
 
         def fuse(hidden: Array) -> Array:
+            start = time.perf_counter()
             (features,) = session.run(None, {HIDDEN_STATES: hidden[None].astype(dtype, copy=False)})
+            if len(hidden) <= WIDEST_TIMED:
+                self._costs.observe(FUSE, len(hidden), time.perf_counter() - start)
             return np.asarray(features[0], np.float32)
 
         return fuse

@@ -19,6 +19,7 @@ class Statistics:
         self.proposed = 0  # nodes
         self.proposed_at: Counter[int] = Counter()  # by position after the last committed token, from 0
         self.accepted_at: Counter[int] = Counter()
+        self.accepted_of: Counter[str] = Counter()  # by source
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._started = time.perf_counter()
         self.total_seconds = 0.0
@@ -33,8 +34,9 @@ class Statistics:
             self.seconds[stage] += now - start
             self.total_seconds = now - self._started
 
-    def count_round(self, depths: Sequence[int], accepted: int) -> None:
-        """`depths`: of the proposed nodes, from 1. `accepted`: length of the accepted path."""
+    def count_round(self, depths: Sequence[int], accepted: int, source: str) -> None:
+        """`depths`: of the proposed nodes, from 1; `accepted`: length of the accepted path; `source`: of the proposal."""
+        self.accepted_of[source] += accepted
         self.rounds += 1
         self.proposed += len(depths)
         self.proposed_at.update(range(max(depths, default=0)))

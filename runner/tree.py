@@ -10,6 +10,23 @@ from specrun.runner.types import ROOT
 Array = np.ndarray[Any, Any]
 
 
+def padded_mask(mask: Array, before: int, width: int, columns: int) -> Array:
+    """The mask of a call of `width` rows of which only the first count: bool [width, columns].
+
+    `mask` [tokens, nodes]: as `Ancestry.add` gives it; `before`: how many of the nodes were there before. Columns
+    in front of the first node are committed tokens, visible to all; a row of padding sees itself alone, and nobody sees
+    it.
+    """
+    count, nodes = mask.shape
+    first = columns - width - before  # column of the first node
+    whole = np.zeros((width, columns), bool)
+    whole[:count, :first] = True
+    whole[:count, first : first + nodes] = mask
+    padding = np.arange(count, width)
+    whole[padding, columns - width + padding] = True
+    return whole
+
+
 class Ancestry:
     """The nodes fed since the committed tokens, each with what it may attend to.
 

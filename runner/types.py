@@ -7,6 +7,7 @@ import numpy as np
 
 Origin = Literal["plain", "drafted", "correction", "bonus"]
 FinishReason = Literal["stop", "length"]
+Source = Literal["lookup", "prediction", "draft"]  # of a proposal
 
 ROOT = -1  # stands for the last committed token where a parent is asked for
 
@@ -24,16 +25,17 @@ class Proposal:
     # What each token was drawn from, float32 [vocabulary or less], where the rejection rule will judge; None:
     # deterministic.
     draft_probs: tuple[np.ndarray[Any, Any], ...] | None = None
+    source: Source = "draft"
 
     @classmethod
-    def chain(cls, tokens: "tuple[int, ...] | list[int]") -> "Proposal":
+    def chain(cls, tokens: "tuple[int, ...] | list[int]", source: Source = "draft") -> "Proposal":
         """Each token is the guess for the position after the one before."""
-        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)))
+        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)), None, source)
 
     def first(self, count: int) -> "Proposal":
         """Its first nodes, at most `count`."""
         probs = None if self.draft_probs is None else self.draft_probs[:count]
-        return Proposal(self.tokens[:count], self.parents[:count], probs)
+        return Proposal(self.tokens[:count], self.parents[:count], probs, self.source)
 
     def depths(self) -> list[int]:
         """How many positions each node is away from the last committed token: 1 for its children."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specrun.engines.backend import ORT_CUDA
-from specrun.engines.manifest import Bundle
+from specrun.engines.manifest import TARGET, Bundle
 from specrun.engines.signature import FEATURES, HIDDEN_STATES, LOGITS, Signature
 from specrun.runner.cuda.engine import TOKENS, DeviceEngine, Tensor
 from specrun.runner.cuda.engine_ort import OrtCudaEngine
@@ -33,16 +33,17 @@ class CudaLoader:
         """Raises UnfitError."""
         return cls(bundle, Gpu.open(bundle))
 
-    def cache(self, signature: Signature, dtype: str, capacity: int) -> DeviceKVCache:
+    def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> DeviceKVCache:
         return DeviceKVCache(self._gpu, signature, dtype, capacity, capacity + self._bundle.manifest.engine_widths[-1])
 
     def target(
         self, engine: Path, signature: Signature, cache: DeviceKVCache, dtype: str, vocabulary_size: int
     ) -> DeviceSession:
-        return self.draft(engine, signature, cache, dtype, vocabulary_size)
+        return self.draft(TARGET, engine, signature, cache, dtype, vocabulary_size)
 
     def draft(
         self,
+        name: str,
         engine: Path,
         signature: Signature,
         cache: DeviceKVCache,
@@ -63,7 +64,7 @@ class CudaLoader:
         return DeviceSession(self._gpu, opened, signature, cache, dtype, logits)
 
     def heads(
-        self, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
+        self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
     ) -> Callable[[Array], DeviceLogits]:
         width, heads, columns = shape
         opened = self._open(engine)
@@ -98,7 +99,10 @@ class CudaLoader:
             self._gpu.sync()
             return features.array[: len(hidden)].astype(np.float32)
 
-        return fuse
+        widest = opened.widths[-1]
+        return lambda hidden: np.concatenate(
+            [fuse(hidden[start : start + widest]) for start in range(0, len(hidden), widest)]
+        )
 
     def _open(self, engine: Path) -> DeviceEngine:
         manifest = self._bundle.manifest

@@ -23,7 +23,7 @@ from specrun.runner.cuda.kv_cache import DeviceKVCache
 from specrun.runner.cuda.logits import DeviceLogits
 from specrun.runner.cuda.mirror import Mirror
 from specrun.runner.session import Output
-from specrun.runner.tree import Ancestry
+from specrun.runner.tree import Ancestry, padded_mask
 
 Array = np.ndarray[Any, Any]
 
@@ -103,7 +103,7 @@ class DeviceSession:
         self._write(INPUT_IDS, np.pad(tokens, (0, width - count)))
         self._write(POSITION_IDS, np.pad(self._length + depths, (0, width - count)))
         self._write(CACHE_LENGTH, np.array([written]))
-        self._write(TREE_MASK, self._padded(mask, before, width))
+        self._write(TREE_MASK, padded_mask(mask, before, width, self._widest))
         if features is not None:
             self._write(FEATURES, np.pad(features, ((0, width - count), (0, 0))))
         with device_errors(f"a call of {width} tokens"):
@@ -127,17 +127,6 @@ class DeviceSession:
             raise AssertionError(f"cannot truncate to {length}: the cache has room for {self._cache.capacity}")
         self._length = length
         self._nodes.clear()
-
-    def _padded(self, mask: Array, before: int, width: int) -> Array:
-        """`mask` [tokens, nodes] as the engine takes it: [width, widest]."""
-        count, nodes = mask.shape
-        first = self._widest - width - before  # column of the first node
-        whole = np.zeros((width, self._widest), bool)
-        whole[:count, :first] = True
-        whole[:count, first : first + nodes] = mask
-        padding = np.arange(count, width)
-        whole[padding, self._widest - width + padding] = True
-        return whole
 
     def _mirror(self, shape: tuple[int, ...], dtype: str) -> Mirror:
         whole = tuple(self._widest if axis == TOKENS else axis for axis in shape)

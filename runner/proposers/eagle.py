@@ -32,20 +32,20 @@ class Eagle:
         self._prefill_width = prefill_width
         self._shape = shape
         self._room = DraftRoom(session, shape.breadth)
-        self._features: list[Array] = []  # of tokens that the target has read and the head has not
+        self._unread: list[Array] = []  # the target's states at tokens that the head has not read
         self._states: list[Array] = []  # of the nodes fed since, the committed tokens' last one in front
 
     def start(self) -> None:
         self._session.truncate(0)
-        self._features.clear()
+        self._unread.clear()
         self._room.reset()
 
     def observe(self, hidden: Array | None) -> None:
         assert hidden is not None, "the target has no taps"
-        self._features.append(self._fuse(hidden))
+        self._unread.append(hidden.copy())  # fused when the head is asked: it may not be for a while
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        if not self._features:  # a prompt of one token
+        if not self._unread:  # a prompt of one token
             return EMPTY
         depth = self._room.depth(limit, len(tokens) - 1)
         if not depth:
@@ -59,8 +59,8 @@ class Eagle:
 
     def _catch_up(self, tokens: list[int]) -> Output:
         """Read the tokens that the target has read, each beside the states that led to it."""
-        features = np.concatenate(self._features)
-        self._features.clear()
+        features = self._fuse(np.concatenate(self._unread))
+        self._unread.clear()
         missing = tokens[self._session.length + 1 :]
         for start in range(0, len(missing), self._prefill_width):
             part = slice(start, start + self._prefill_width)

@@ -3,10 +3,12 @@
 As in Arctic Inference's hybrid of suffix decoding and a draft model (Snowflake, 2025).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from specrun.runner.pace import Reach
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
 from specrun.runner.sampling import Chooser
@@ -16,11 +18,11 @@ from specrun.runner.types import Proposal
 class NGramFirst:
     """A lookup costs nothing, so it is asked first; only a round without a match is the draft's."""
 
-    def __init__(self, draft: Proposer, draft_limit: int) -> None:
-        """`draft_limit`: positions that the draft guesses at most; a lookup copies as many as a round allows."""
-        self._lookup = NGramLookup()
+    def __init__(self, draft: Proposer, reach: Callable[[], Reach], lookup: NGramLookup) -> None:
+        """`reach`: positions ahead that each of both may guess in the next round."""
+        self._lookup = lookup
         self._draft = draft
-        self._draft_limit = draft_limit
+        self._reach = reach
 
     def start(self) -> None:
         self._lookup.start()
@@ -30,5 +32,8 @@ class NGramFirst:
         self._draft.observe(hidden)
 
     def propose(self, tokens: list[int], limit: int, chooser: Chooser) -> Proposal:
-        copied = self._lookup.propose(tokens, limit, chooser)
-        return copied if copied.tokens else self._draft.propose(tokens, min(limit, self._draft_limit), chooser)
+        reach = self._reach()
+        copied = self._lookup.propose(tokens, min(limit, reach.lookup), chooser)
+        if copied.tokens or not reach.draft:
+            return copied
+        return self._draft.propose(tokens, min(limit, reach.draft), chooser)

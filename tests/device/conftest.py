@@ -1,5 +1,6 @@
 """Bundles for a GPU on the stand-in driver, and the same on ONNX Runtime's CPU provider."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def make(directory: Path, target: Path, draft: Path, **options: Any) -> Bundle:
     return tiny.make_bundle(directory, target, *drafts, nodes=9, k=3, capacity=CAPACITY, **options)
 
 
-@pytest.fixture(scope="session")
-def stand_in() -> Iterator[None]:
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
     """The stand-ins of driver and libraries instead of the real ones, and small blocks: their threads are fibers."""
     load_stand_in()
     with pytest.MonkeyPatch.context() as patch:
@@ -45,22 +46,33 @@ def stand_in() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For the tests of this folder, but not for those that want a GPU, and not for other folders."""
+    if request.module.__name__.endswith("test_gpu"):
+        yield
+        return
+    with stand_ins():
+        yield
+
+
 @pytest.fixture(scope="session", params=[(TENSORRT_RTX, "fp16"), (ORT_CUDA, "fp32")], ids=[TENSORRT_RTX, ORT_CUDA])
 def device_bundle(
     request: pytest.FixtureRequest,
-    stand_in: None,
     tmp_path_factory: pytest.TempPathFactory,
     deep_checkpoint: Path,
     draft_checkpoint: Path,
 ) -> Bundle:
     backend, precision = request.param
     options = {"backend": backend, "precision": precision, "gpus": ("sm86", "sm89")}
-    return make(tmp_path_factory.mktemp(backend), deep_checkpoint, draft_checkpoint, **options)
+    with stand_ins():
+        return make(tmp_path_factory.mktemp(backend), deep_checkpoint, draft_checkpoint, **options)
 
 
 @pytest.fixture(scope="session")
 def device_runner(device_bundle: Bundle) -> Runner:
-    return Runner(device_bundle)
+    with stand_ins():
+        return Runner(device_bundle)
 
 
 @pytest.fixture(scope="session")

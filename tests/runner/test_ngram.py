@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from specrun.runner.pace import Reach
 from specrun.runner.proposers.ngram import LONGEST, SHORTEST, TRUSTED_POSITIONS, NGramLookup
 from specrun.runner.proposers.ngram_first import NGramFirst
 from specrun.runner.sampling import Chooser, Sampling
@@ -91,7 +92,7 @@ class Draft:
 
 def test_another_draft_guesses_only_where_lookup_finds_nothing() -> None:
     draft = Draft()
-    proposer = NGramFirst(draft, draft_limit=3)
+    proposer = NGramFirst(draft, lambda: Reach(10, 3), NGramLookup())
     proposer.start()
     hidden = np.zeros((1, 4), np.float32)
     proposer.observe(hidden)

@@ -1,0 +1,1 @@
+"""Many requests at once: batched engines, the scheduler, the HTTP server."""

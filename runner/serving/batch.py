@@ -1,0 +1,185 @@
+"""Engines and KV caches of several sequences: one call reads tokens of many slots."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from specrun.engines.ort import load_engine
+from specrun.engines.signature import (
+    CACHE_LENGTH,
+    FEATURES,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGITS,
+    POSITION_IDS,
+    TREE_MASK,
+    Signature,
+    past,
+    present,
+)
+from specrun.runner.kv_cache import FIRST_ROWS
+from specrun.runner.session_ort import WIDEST_TIMED
+from specrun.runner.tree import padded_mask
+
+Array = np.ndarray[Any, Any]
+
+
+class BatchCache:
+    """Buffers [slots, kv_heads, rows, head_dim], each input and output of every call, for slots that follow each other.
+
+    All slots have as many rows as the longest needs, because a call has one shape; they start small again when nothing
+    runs.
+    """
+
+    def __init__(self, signature: Signature, dtype: str, capacity: int, slots: int, spare_rows: int) -> None:
+        """`spare_rows`: beyond the capacity, for the padding of wide calls."""
+        self.capacity = capacity
+        self.version = 0  # counts how often the buffers moved
+        self.written = [0] * slots  # rows of each slot that hold something
+        self._most_rows = capacity + spare_rows
+        self._shape = (slots, signature.kv_heads, signature.head_dim)
+        self._dtype = dtype
+        self.rows = min(FIRST_ROWS, self._most_rows)
+        self._arrays = {part: self._zeros(self.rows) for part in signature.cache_parts()}
+
+    def _zeros(self, rows: int) -> Array:
+        slots, heads, columns = self._shape
+        return np.zeros((slots, heads, rows, columns), self._dtype)
+
+    def buffers(self, signature: Signature, first: int, end: int) -> Iterator[tuple[int, str, ort.OrtValue]]:
+        """(layer, "key" | "value", buffer) of the slots from `first` to before `end`."""
+        for layer, part in signature.cache_parts():
+            yield layer, part, ort.OrtValue.ortvalue_from_numpy(self._arrays[layer, part][first:end])
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` rows."""
+        rows = FIRST_ROWS
+        while rows < count:
+            rows *= 2
+        rows = min(rows, self._most_rows)
+        assert rows >= count, "more rows than the cache has"
+        if rows <= self.rows and (rows == self.rows or any(self.written)):
+            return
+        kept = min(rows, self.rows) if any(self.written) else 0
+        for part, old in self._arrays.items():
+            self._arrays[part] = self._zeros(rows)
+            self._arrays[part][:, :, :kept] = old[:, :, :kept]
+        self.rows = rows
+        self.version += 1
+
+    def gather(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Move `rows` of a slot, ascending and counted from `start`, together to `start`."""
+        first = next((at for at, row in enumerate(rows) if row != at), len(rows))  # those before are in place
+        if first == len(rows):
+            return
+        source = [start + row for row in rows[first:]]
+        for array in self._arrays.values():
+            array[slot, :, start + first : start + len(rows)] = array[slot, :, source].swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class SlotCall:
+    """What one slot wants read."""
+
+    slot: int
+    tokens: Sequence[int]
+    depths: Array  # of each token below the committed ones
+    mask: Array  # as `Ancestry.add` gives it
+    length: int  # committed tokens
+    before: int  # nodes that are there already
+    features: Array | None
+
+    @property
+    def written(self) -> int:
+        return self.length + self.before
+
+
+class BatchEngine:
+    """Calls of any width over slots that follow each other. Slots between them that take no part get padding."""
+
+    def __init__(
+        self,
+        engine: Path,
+        signature: Signature,
+        cache: BatchCache,
+        dtype: str,
+        timed: Callable[[int, float], None],
+    ) -> None:
+        """`timed`: gets rows and seconds of each call."""
+        self._timed = timed
+        self._session = load_engine(engine)
+        self._signature = signature
+        self._cache = cache
+        self._dtype = dtype
+        self._bindings: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._outputs: dict[str, Array] = {}
+
+    def call(self, calls: Sequence[SlotCall]) -> list[tuple[Array, Array | None]]:
+        """Logits [tokens, columns] and hidden states of each, valid until the next call."""
+        first, end = min(call.slot for call in calls), max(call.slot for call in calls) + 1
+        batch, width = end - first, max(len(call.tokens) for call in calls)
+        if batch * width == 1:
+            width = 2  # a single row would be rounded otherwise than several
+        written = self._cache.written[first:end]
+        for call in calls:
+            written[call.slot - first] = call.written
+        self._cache.reserve(max(written) + width)
+        columns = width + max(call.before for call in calls)
+        ids, positions = np.zeros((batch, width), np.int64), np.zeros((batch, width), np.int64)
+        mask = np.empty((batch, width, columns), bool)
+        mask[:] = padded_mask(np.zeros((0, 0), bool), 0, width, columns)
+        features = np.zeros((batch, width, self._signature.hidden_size), self._dtype)
+        for call in calls:
+            at, count = call.slot - first, len(call.tokens)
+            ids[at, :count] = call.tokens
+            positions[at, :count] = call.length + call.depths
+            mask[at] = padded_mask(call.mask, call.before, width, columns)
+            if call.features is not None:
+                features[at, :count] = call.features
+            self._cache.written[call.slot] = max(self._cache.written[call.slot], call.written + count)
+        binding = self._binding(first, end)
+        inputs = {
+            INPUT_IDS: ids,
+            POSITION_IDS: positions,
+            CACHE_LENGTH: np.array(written, np.int64),
+            TREE_MASK: mask,
+            **({FEATURES: features} if self._signature.reads_features else {}),
+        }
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
+        logits = self._bind_output(binding, LOGITS, batch, width)
+        hidden = self._bind_output(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
+        start = time.perf_counter()
+        self._session.run_with_iobinding(binding)
+        if width <= WIDEST_TIMED:
+            self._timed(batch * width, time.perf_counter() - start)
+        found = []
+        for call in calls:
+            at, count = call.slot - first, len(call.tokens)
+            found.append((logits[at, :count], None if hidden is None else hidden[at, :count]))
+        return found
+
+    def _binding(self, first: int, end: int) -> Any:
+        version, binding = self._bindings.get((first, end), (-1, None))
+        if version != self._cache.version:
+            binding = self._session.io_binding()
+            for layer, part, buffer in self._cache.buffers(self._signature, first, end):
+                binding.bind_ortvalue_input(past(layer, part), buffer)
+                binding.bind_ortvalue_output(present(layer, part), buffer)
+            self._bindings[first, end] = self._cache.version, binding
+        return binding
+
+    def _bind_output(self, binding: Any, name: str, batch: int, width: int) -> Array:
+        columns = self._signature.outputs()[name][2]
+        assert isinstance(columns, int)  # only the first two axes have names
+        size = batch * width * columns
+        if name not in self._outputs or self._outputs[name].size < size:
+            self._outputs[name] = np.empty(size, self._dtype)
+        view = self._outputs[name][:size].reshape(batch, width, columns)
+        binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(view))
+        return np.asarray(view)

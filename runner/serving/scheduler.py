@@ -1,0 +1,79 @@
+"""Runs many generations in one thread: each goes on until it needs an engine, then one call serves all that wait.
+
+Generations are greenlets. Their code (the loop, the proposers) is the same as for a single request; only their sessions
+hand over to the scheduler where they would call an engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import greenlet
+
+from specrun.runner.serving.batch import BatchEngine, SlotCall
+
+WIDE = 20  # tokens; wider calls are pieces of a prompt, and run alone
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A generation that waits for an engine."""
+
+    task: "greenlet.greenlet"
+    engine: BatchEngine
+    call: SlotCall
+
+
+class Scheduler:
+    """Not thread-safe: all of it belongs to one thread."""
+
+    def __init__(self, target: Callable[[], BatchEngine]) -> None:
+        """`target`: the engine that verifies; its calls wait until no draft is at work, so that they can be joined."""
+        self._target = target
+        self._main = greenlet.getcurrent()
+        self._waiting: list[Waiting] = []  # the longest waiting first
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def spawn(self, run: Callable[[], Any]) -> "greenlet.greenlet":
+        """Start a generation; it runs up to its first engine call."""
+        task = greenlet.greenlet(run, parent=self._main)
+        task.switch()
+        return task
+
+    def cancel(self, task: "greenlet.greenlet", error: BaseException) -> None:
+        """End a generation: `error` is raised where it waits."""
+        self._waiting = [each for each in self._waiting if each.task is not task]
+        if not task.dead:
+            task.throw(error)
+
+    def wait(self, engine: BatchEngine, call: SlotCall) -> Any:
+        """For a generation: what `engine` makes of `call`. Others run meanwhile."""
+        self._waiting.append(Waiting(greenlet.getcurrent(), engine, call))
+        return self._main.switch()
+
+    def step(self) -> None:
+        """One engine call for everyone who can share it, and what follows from it; then a piece of a prompt, so that
+        prompts and answers get their turns."""
+        narrow = [each for each in self._waiting if len(each.call.tokens) <= WIDE]
+        drafts = [each for each in narrow if each.engine is not self._target()]
+        first = (drafts or narrow)[:1]
+        if first:
+            self._run([each for each in narrow if each.engine is first[0].engine])
+        wide = next((each for each in self._waiting if len(each.call.tokens) > WIDE), None)
+        if wide is not None and not drafts:
+            self._run([wide])
+
+    def _run(self, group: list[Waiting]) -> None:
+        self._waiting = [each for each in self._waiting if each not in group]
+        try:
+            results = group[0].engine.call([each.call for each in group])
+        except Exception as error:  # whatever an engine raises ends the generations that asked, and no other
+            for each in group:
+                each.task.throw(error)
+            return
+        for each, result in zip(group, results, strict=True):
+            if not each.task.dead:
+                each.task.switch(result)
