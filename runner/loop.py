@@ -1,5 +1,6 @@
 """The round: propose, verify, accept, commit. Plain decoding is the same loop with nothing proposed."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ def decode(
                 proposer.observe(output.hidden)
     while True:
         # The round itself adds a token, so guesses more than remaining - 1 positions ahead would be for nothing.
+        began = time.perf_counter()
         limit = min(limits.k if pace is None else min(limits.k, pace.plan()), remaining - 1)
         with statistics.timed("propose"):
             proposal = proposer.propose(tokens, limit, chooser) if proposer and limit > 0 else EMPTY
@@ -73,7 +75,7 @@ def decode(
         statistics.count_round(proposal.depths(), len(verdict.path), proposal.source)
         if pace is not None:
             guessed = verdict.next_token in probe.children(ROOT) if pace.probing else len(verdict.path)
-            pace.learn(probe, int(guessed))
+            pace.learn(probe, int(guessed), time.perf_counter() - began)
         rows = [0, *(node + 1 for node in verdict.path)]
         for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:

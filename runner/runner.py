@@ -29,6 +29,7 @@ from specrun.engines.pair import require_pair
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
 from specrun.runner.draft_sessions import DraftSessions
+from specrun.runner.draft_tree import TreeShape
 from specrun.runner.grammar import GrammarCompiler
 from specrun.runner.loader import Loader, open_loader
 from specrun.runner.logprobs import MAX_TOP, TokenLogprobs
@@ -339,9 +340,10 @@ class Runner:
 
     @contextmanager
     def _paced(self, name: str, limits: Limits, request: Request) -> Iterator[RequestPace | None]:
-        """What decides how far rounds speculate; nothing does where the request says how far, or gives up that
-        speculation leaves the output alone."""
-        if self._pace is None or name == NO_PROPOSER or request.k is not None or request.sampling.rejects:
+        """What decides how far rounds speculate; nothing does where the request says who proposes or how far, or gives
+        up that speculation leaves the output alone."""
+        chosen = request.proposer is not None or request.k is not None
+        if self._pace is None or chosen or request.sampling.rejects:
             yield None
             return
         draft = "" if name == NGRAM else name.removeprefix(NGRAM_FIRST)
@@ -350,7 +352,10 @@ class Runner:
         has: dict[Source, bool] = {"lookup": bool(lookup), "draft": bool(draft)}
         sources = [source for source, there in has.items() if there]
         kind = draft.removesuffix(TREE_SUFFIX)
-        with self._pace.request(sources, reach, DraftCost(kind, kind != MEDUSA) if draft else None) as pace:
+        nodes = self.bundle.manifest.nodes if request.nodes is None else request.nodes
+        breadth = TreeShape.of(nodes).breadth if draft.endswith(TREE_SUFFIX) else 1
+        cost = DraftCost(kind, kind != MEDUSA, breadth) if draft else None
+        with self._pace.request(sources, reach, cost) as pace:
             yield pace
 
     def _proposer(self, name: str, request: Request, pace: RequestPace | None) -> Proposer | None:

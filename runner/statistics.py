@@ -35,7 +35,7 @@ class Statistics:
             self.total_seconds = now - self._started
 
     def count_round(self, depths: Sequence[int], accepted: int, source: str) -> None:
-        """`depths`: of the proposed nodes, from 1; `accepted`: length of the accepted path; `source`: of the proposal."""
+        """`depths`: of the proposed nodes, from 1; `accepted`: length of the accepted path; `source`: who guessed."""
         self.accepted_of[source] += accepted
         self.rounds += 1
         self.proposed += len(depths)

@@ -163,8 +163,10 @@ class Running:
         try:
             while left:
                 index, event = await self._events.get()
-                if isinstance(event, BaseException):
+                if isinstance(event, SpecrunError):
                     raise event
+                if isinstance(event, BaseException):  # logged where it happened
+                    raise HTTPException(500, "internal error")
                 now = time.perf_counter()
                 if before[index]:
                     self._metrics.between_tokens.observe(now - before[index])
@@ -332,6 +334,8 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _status(error: Exception) -> tuple[int, str]:
+    if isinstance(error, HTTPException):
+        return error.status_code, str(error.detail)
     for kind, status in STATUS_OF.items():
         if isinstance(error, kind):
             return status, str(error)

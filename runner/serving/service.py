@@ -187,6 +187,7 @@ class Service:
         self._runners = [self._base, *(self._base.beside(loader) for loader in self._loaders[1:])]
         self._free = list(range(self._slots_count))
         self._warm_up()
+        self._pace.forget_throughput()
 
     def _warm_up(self) -> None:
         """Plain and speculative rounds of some batches, so that the first request finds all loaded and measured."""

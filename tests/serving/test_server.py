@@ -1,0 +1,293 @@
+"""`specrun serve` over HTTP: what the openai client sees, side by side requests, and what is refused."""
+
+import concurrent.futures
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specrun.runner.runner import Request, Runner
+from specrun.runner.sampling import Sampling
+from tests.serving.conftest import API_KEY, MAX_TOKENS, Server
+
+MESSAGES: list[Any] = [{"role": "user", "content": "the sun rose over the sea and the sun"}]
+
+
+def solo_text(solo: Runner, **settings: Any) -> str:
+    prompt = solo.encode_messages(MESSAGES)
+    return solo.generate(Request(prompt, **settings).plain()).text
+
+
+def test_the_openai_client_gets_what_plain_decoding_writes(server: Server, solo: Runner) -> None:
+    for temperature, seed in ((0.0, 1), (1.0, 7)):
+        got = server.client().chat.completions.create(
+            model=server.model, messages=MESSAGES, temperature=temperature, seed=seed, max_tokens=40
+        )
+        wanted = solo_text(solo, max_tokens=40, sampling=Sampling(temperature, seed=seed))
+        assert got.choices[0].message.content == wanted
+        assert got.choices[0].finish_reason in ("stop", "length")
+        assert got.usage is not None
+        assert got.usage.prompt_tokens == len(solo.encode_messages(MESSAGES))
+        assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+
+
+def test_a_stream_is_the_whole_in_pieces(server: Server, solo: Runner) -> None:
+    stream = server.client().chat.completions.create(
+        model=server.model,
+        messages=MESSAGES,
+        temperature=1,
+        seed=3,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces = list(stream)
+    assert pieces[0].choices[0].delta.role == "assistant"
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == solo_text(solo, max_tokens=30, sampling=Sampling(1.0, seed=3))
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.completion_tokens == sum(bool(piece.choices) for piece in pieces) - 1
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] is not None
+
+
+def test_text_completions(server: Server, solo: Runner) -> None:
+    got = server.client().completions.create(model=server.model, prompt="the sun", temperature=0, logprobs=2)
+    wanted = solo.generate(Request(solo.encode("the sun"), max_tokens=16, logprobs=2).plain())
+    assert got.choices[0].text == wanted.text
+    assert got.choices[0].logprobs is not None
+    assert wanted.logprobs is not None
+    assert got.choices[0].logprobs.token_logprobs == pytest.approx([each.logprob for each in wanted.logprobs], abs=1e-4)
+    by_ids = server.client().completions.create(model=server.model, prompt=list(solo.encode("the sun")), temperature=0)
+    assert by_ids.choices[0].text == wanted.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposer", [None, "none", "ngram", "draft_model_tree", "eagle3", "medusa_tree", "early_exit"])
+def test_requests_side_by_side_write_what_each_writes_alone(
+    proposer: str | None, temperature: float, server: Server, solo: Runner
+) -> None:
+    """Lengths, prompts and seeds differ; they join and leave while others run."""
+
+    def body(index: int) -> dict[str, Any]:
+        words = " ".join(["the sun rose", "and the tide", "over the sea"][index % 3] for _ in range(1 + 2 * index))
+        extra: dict[str, Any] = {} if proposer is None else {"proposer": proposer}
+        return {
+            "model": server.model,
+            "prompt": words,
+            "max_tokens": 10 + 7 * index,
+            "temperature": temperature,
+            "seed": index,
+            **extra,
+        }
+
+    def ask(index: int) -> Any:
+        with server.http() as client:
+            reply = client.post("/v1/completions", json=body(index))
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(ask, range(8)))
+    for index, reply in enumerate(got):
+        asked = body(index)
+        request = Request(
+            solo.encode(asked["prompt"]),
+            max_tokens=asked["max_tokens"],
+            sampling=Sampling(temperature, seed=index),
+        )
+        wanted = solo.generate(request.plain())
+        assert reply["choices"][0]["text"] == wanted.text, index
+        assert reply["usage"]["completion_tokens"] == len(wanted.ids)
+
+
+def test_choices_have_seeds_of_their_own(server: Server, solo: Runner) -> None:
+    got = server.client().chat.completions.create(
+        model=server.model, messages=MESSAGES, temperature=1, seed=5, n=3, max_tokens=12
+    )
+    texts = [choice.message.content for choice in got.choices]
+    assert texts == [solo_text(solo, max_tokens=12, sampling=Sampling(1.0, seed=5 + index)) for index in range(3)]
+
+
+def test_a_good_prediction_is_accepted_and_counted(server: Server, solo: Runner) -> None:
+    written = solo_text(solo, max_tokens=40, sampling=Sampling(0.0, seed=0))
+    got = server.client().chat.completions.create(
+        model=server.model,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=40,
+        prediction={"type": "content", "content": written},
+        extra_body={"proposer": "ngram", "k": 8},
+    )
+    assert got.choices[0].message.content == written
+    assert got.usage is not None
+    assert got.usage.completion_tokens_details is not None
+    accepted = got.usage.completion_tokens_details.accepted_prediction_tokens
+    rejected = got.usage.completion_tokens_details.rejected_prediction_tokens
+    assert accepted is not None
+    assert accepted >= 8
+    assert accepted + (rejected or 0) == len(solo.encode_text(written))
+
+
+def test_output_follows_a_schema(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    got = server.client().chat.completions.create(
+        model=server.model,
+        messages=MESSAGES,
+        max_tokens=60,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    if got.choices[0].finish_reason == "stop":
+        assert json.loads(got.choices[0].message.content or "")["a"] in (1, 2)
+
+
+def test_log_probabilities_of_chat(server: Server) -> None:
+    got = server.client().chat.completions.create(
+        model=server.model, messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    )
+    assert got.choices[0].logprobs is not None
+    content = got.choices[0].logprobs.content
+    assert content is not None
+    assert [len(each.top_logprobs) for each in content] == [3] * 5
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in content)  # greedy
+
+
+def test_stop_strings_and_ids_end_the_text(server: Server, solo: Runner) -> None:
+    text = solo_text(solo, max_tokens=60)
+    stop = text[10:13]
+    got = server.client().chat.completions.create(
+        model=server.model, messages=MESSAGES, temperature=0, max_tokens=60, stop=[stop]
+    )
+    assert got.choices[0].message.content == text[: text.index(stop)]
+    assert got.choices[0].finish_reason == "stop"
+    first = solo.generate(Request(solo.encode_messages(MESSAGES), max_tokens=1).plain()).ids[0]
+    got = server.client().chat.completions.create(
+        model=server.model, messages=MESSAGES, temperature=0, max_tokens=60, extra_body={"stop_token_ids": [first]}
+    )
+    assert got.usage is not None
+    assert (got.choices[0].finish_reason, got.usage.completion_tokens) == ("stop", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tools": []}, "tools: unknown field, which is not supported"),
+        ({"functions": []}, "functions: unknown field"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 5}, "got n = 5, expected at most 4"),
+        ({"max_tokens": MAX_TOKENS + 1}, "expected at most 300"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"logit_bias": {"x": 1}}, "expected a token id"),
+        ({"logit_bias": {"99999999": 1}}, "99999999"),
+        ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
+        ({"proposer": "oracle"}, "got proposer 'oracle'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, ""),
+        ({"messages": [{"role": "user", "content": "sun " * 1000}]}, "the bundle's capacity is 384"),
+        ({"prediction": {"type": "content", "content": "x"}, "proposer": "eagle3"}, "looks nothing up"),
+    ],
+    ids=str,
+)
+def test_bad_requests_are_refused_with_the_reason(change: dict[str, Any], reason: str, server: Server) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 4, **change}
+    with server.http() as client:
+        reply = client.post("/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400, error
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_other_errors_are_well_formed(server: Server) -> None:
+    with server.http() as client:
+        assert (
+            client.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}).status_code
+            == 400
+        )
+        assert client.post("/v1/chat/completions", json={"model": "gpt-9", "messages": MESSAGES}).status_code == 404
+        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        big = {"model": server.model, "messages": [{"role": "user", "content": "x" * 300_000}]}
+        assert client.post("/v1/chat/completions", json=big).status_code == 413
+        assert client.get("/v1/chat/completions").status_code == 405
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_models_health_metrics_and_page(server: Server) -> None:
+    assert [model.id for model in server.client().models.list()] == [server.model]
+    assert httpx.get(f"{server.url}/health", timeout=30).json() == {"status": "ok"}
+    metrics = httpx.get(f"{server.url}/metrics").text
+    for name in ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total", "num_requests_running"):
+        assert f"specrun:{name}" in metrics
+    assert "specrun:generation_tokens_total 0.0" not in metrics
+    assert "<title>specrun</title>" in httpx.get(server.url).text
+
+
+def test_a_client_that_goes_away_frees_its_slot(server: Server) -> None:
+    """Known fault 18; more clients than slots, one after the other."""
+    for _ in range(12):
+        with server.http() as client:
+            body = {"model": server.model, "messages": MESSAGES, "max_tokens": MAX_TOKENS, "stream": True}
+            with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+                assert next(stream.iter_lines()).startswith("data: ")
+    got = server.client().chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=2)
+    assert got.usage is not None
+    for _ in range(600):
+        if server.service.load.running == 0:
+            break
+        server.client().chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=1)
+    assert server.service.load.running == 0
+
+
+def test_when_all_is_full_clients_are_told_to_come_back(server: Server) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "n": 4}
+    statuses: list[int] = []
+    retry: list[str | None] = []
+    lock = threading.Lock()
+
+    def ask(_: int) -> None:
+        with server.http() as client:
+            reply = client.post("/v1/chat/completions", json=body)
+        with lock:
+            statuses.append(reply.status_code)
+            if reply.status_code == 429:
+                retry.append(reply.headers.get("retry-after"))
+                assert reply.json()["error"]["type"] == "rate_limit_error"
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert set(statuses) == {200, 429}
+    assert set(retry) == {"1"}
+
+
+def test_an_error_in_one_request_leaves_the_others_alone(
+    server: Server, solo: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect in one generation; the server goes on."""
+    from specrun.runner.serving import slots
+
+    real = slots.SlotSession.grow
+    broken = [False]
+
+    def grow(self: Any, tokens: Any, parents: Any, features: Any = None) -> Any:
+        if not broken[0] and len(tokens) == 1:
+            broken[0] = True
+            raise RuntimeError("a defect")
+        return real(self, tokens, parents, features)
+
+    monkeypatch.setattr(slots.SlotSession, "grow", grow)
+    with server.http() as client:
+        body = {"model": server.model, "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "proposer": "none"}
+        first = client.post("/v1/chat/completions", json=body)
+        assert (first.status_code, first.json()["error"]["message"]) == (500, "internal error")
+        second = client.post("/v1/chat/completions", json=body)
+    assert second.json()["choices"][0]["message"]["content"] == solo_text(solo, max_tokens=5)
+
+
+def test_keys_are_not_asked_for_health(server: Server) -> None:
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {API_KEY}"}).status_code == 200
