@@ -52,7 +52,7 @@ def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool)
 
 
 @click.command()
-@bundle_argument
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--set",
     "prompt_sets",
@@ -69,14 +69,24 @@ def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool)
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--repeats", type=int, default=3, show_default=True, help="Timed runs per prompt; medians are taken.")
 @click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML page with plots to this file.")
+@click.option("--server", help="URL of a running server, instead of BUNDLE: measure it under load.")
+@click.option(
+    "--clients", type=int, multiple=True, help="Of a server, at the same time; may be repeated; default: 1, 4, 16."
+)
+@click.option("--rate", type=float, help="Requests to a server per second; default: clients ask again when answered.")
+@click.option("--api-key", envvar="SPECRUN_API_KEY", help="Of a server; also SPECRUN_API_KEY.")
 @json_option
 def bench(
-    bundle: Path,
+    bundle: Path | None,
     prompt_sets: tuple[str, ...],
     temperatures: tuple[float, ...],
     max_tokens: int,
     repeats: int,
     report: Path | None,
+    server: str | None,
+    clients: tuple[int, ...],
+    rate: float | None,
+    api_key: str | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -91,6 +101,15 @@ def bench(
 
     if repeats < 1:
         raise RequestError(f"got repeats {repeats}, expected 1 or more")
+    if (bundle is None) == (server is None):
+        raise RequestError("got a bundle and a server, or neither; expected one of them")
+    if server is not None:
+        sets = {name: load_prompt_set(name) for name in prompt_sets or PROMPT_SETS}
+        temperature = temperatures[0] if temperatures else 0.0
+        return _bench_server(
+            sets, server, api_key, clients or (1, 4, 16), max_tokens, temperature, repeats, rate, as_json
+        )
+    assert bundle is not None
     samplings = [sampling_of(options | {"temperature": temperature}) for temperature in temperatures or (0.0,)]
     sets = {name: load_prompt_set(name) for name in prompt_sets or PROMPT_SETS}
     write_report = _report_writer() if report is not None else None
@@ -114,6 +133,30 @@ def bench(
     if report is not None and write_report is not None:
         write_report(rows, runner.bundle, report)
     return 0 if all(row.lossless for row in rows) else EXIT_DIFFERENT
+
+
+def _bench_server(
+    sets: dict[str, list[str]],
+    server: str,
+    api_key: str | None,
+    clients: tuple[int, ...],
+    max_tokens: int,
+    temperature: float,
+    repeats: int,
+    rate: float | None,
+    as_json: bool,
+) -> int:
+    try:
+        from specrun.runner.serving.load_test import LoadOptions, load_table, run_load
+    except ModuleNotFoundError as error:
+        raise UnfitError(f"this needs {error.name}, which is not installed: pip install 'specrun[serve]'") from error
+    if min(clients) < 1 or max_tokens < 1 or (rate is not None and rate <= 0):
+        raise RequestError("got clients, tokens or a rate below 1, expected more")
+    options = LoadOptions(server.rstrip("/"), api_key, clients, max_tokens, temperature, repeats, rate)
+    with click.progressbar(length=len(sets) * len(clients) * repeats * 2, label="bursts", file=sys.stderr) as bar:
+        rows = run_load(options, sets, lambda: bar.update(1))
+    click.echo(json.dumps([row.to_json() for row in rows]) if as_json else load_table(rows))
+    return 0
 
 
 def _bench_settings(runner: "Runner", options: dict[str, Any]) -> "list[Setting]":

@@ -84,10 +84,7 @@ def make_app(service: Service, limits: Limits, api_key: str | None, drain_second
             raise RequestError(f"got n = {body.choices}, expected at most {limits.choices}")
         if body.stream_options is not None and not body.stream:
             raise RequestError("got stream_options without stream")
-        requests = await asyncio.to_thread(body.requests, service.runner)
-        for each in requests:
-            if limits.max_tokens is not None and each.max_tokens > limits.max_tokens:
-                raise RequestError(f"got max_tokens {each.max_tokens}, expected at most {limits.max_tokens}")
+        requests = await asyncio.to_thread(body.requests, service.runner, limits.max_tokens)
         replies = Replies(chat, model, service.runner.tokenizer, requests)
         running = Running(service, metrics, replies, limits.seconds)
         running.submit()

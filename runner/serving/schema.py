@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from specrun.engines.errors import RequestError
 from specrun.runner.grammar import Grammar
 from specrun.runner.processors import Processing
 from specrun.runner.runner import Request, Runner
@@ -135,11 +136,16 @@ class Generation(Strict):
         logprobs: int | None,
         grammar: Grammar | None = None,
         prediction: tuple[int, ...] = (),
+        most_tokens: int | None = None,
     ) -> Request:
+        """`most_tokens`: that the server allows."""
         room = max(1, runner.bundle.manifest.capacity - len(prompt_ids))
+        most = room if most_tokens is None else min(room, most_tokens)
+        if max_tokens is not None and most_tokens is not None and max_tokens > most_tokens:
+            raise RequestError(f"got max_tokens {max_tokens}, expected at most {most_tokens}")
         return Request(
             prompt_ids=prompt_ids,
-            max_tokens=room if max_tokens is None else max_tokens,
+            max_tokens=most if max_tokens is None else max_tokens,
             sampling=self.sampling(choice),
             processing=self.processing(grammar),
             logprobs=logprobs,
@@ -161,14 +167,14 @@ class ChatCompletion(Generation):
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
     prediction: Prediction | None = None
 
-    def requests(self, runner: Runner) -> list[Request]:
-        """One for each choice. Raises RequestError."""
+    def requests(self, runner: Runner, most_tokens: int | None) -> list[Request]:
+        """One for each choice. `most_tokens`: that the server allows. Raises RequestError."""
         prompt = runner.encode_messages([message.rendered() for message in self.messages])
         predicted = () if self.prediction is None else runner.encode_text(text_of(self.prediction.content))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return [
-            self._request(runner, prompt, limit, choice, logprobs, self._grammar(), predicted)
+            self._request(runner, prompt, limit, choice, logprobs, self._grammar(), predicted, most_tokens)
             for choice in range(self.choices)
         ]
 
@@ -189,11 +195,14 @@ class Completion(Generation):
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    def requests(self, runner: Runner) -> list[Request]:
-        """One for each choice. Raises RequestError."""
+    def requests(self, runner: Runner, most_tokens: int | None) -> list[Request]:
+        """One for each choice. `most_tokens`: that the server allows. Raises RequestError."""
         prompt = runner.encode(self.prompt) if isinstance(self.prompt, str) else tuple(self.prompt)
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return [self._request(runner, prompt, limit, choice, self.logprobs) for choice in range(self.choices)]
+        return [
+            self._request(runner, prompt, limit, choice, self.logprobs, most_tokens=most_tokens)
+            for choice in range(self.choices)
+        ]
 
 
 def text_of(content: str | list[TextPart]) -> str:
@@ -201,8 +210,6 @@ def text_of(content: str | list[TextPart]) -> str:
 
 
 def _token_id(token: str) -> int:
-    from specrun.engines.errors import RequestError
-
     if not token.isascii() or not token.isdigit() or len(token) > 9:
         raise RequestError(f"got logit_bias for {token[:20]!r}, expected a token id")
     return int(token)

@@ -3,12 +3,15 @@
 import concurrent.futures
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from specrun.runner.cli import run
+from specrun.runner.commands.exit_codes import EXIT_REFUSED
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
 from tests.serving.conftest import API_KEY, MAX_TOKENS, Server
@@ -291,3 +294,18 @@ def test_an_error_in_one_request_leaves_the_others_alone(
 def test_keys_are_not_asked_for_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {API_KEY}"}).status_code == 200
+
+
+def test_the_load_test_measures_both_modes(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the sun rose\nthe tide came\n")
+    options = ["--set", str(prompts), "--clients", "1", "--clients", "3", "--max-tokens", "6", "--repeats", "1"]
+    assert run(["bench", "--server", server.url, "--api-key", API_KEY, *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["clients"], row["mode"]) for row in rows] == [
+        *((1, "plain"), (1, "speculative"), (3, "plain"), (3, "speculative"))
+    ]
+    assert all(row["tokens_per_second"] > 0 and row["first_token"][1] > 0 for row in rows)
+    assert run(["bench", "--server", server.url, "--api-key", "wrong", *options]) == EXIT_REFUSED
+    assert "401" in capsys.readouterr().err
+    assert run(["bench"]) == run(["bench", "somewhere", "--server", server.url]) == EXIT_REFUSED
