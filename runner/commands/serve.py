@@ -1,6 +1,7 @@
 """A bundle behind HTTP."""
 
 import logging
+import signal
 from pathlib import Path
 
 import click
@@ -52,6 +53,8 @@ def serve(
     limits = Limits(max_body << 20, max_choices, max_tokens, timeout)
     app = make_app(service, limits, api_key, drain)
     logger.info("serving %s at http://%s:%d", service.bundle.manifest.target.name, host, port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn raises them once more when it has stopped
     uvicorn.run(
         app,
         host=host,

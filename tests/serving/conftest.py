@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -70,11 +70,13 @@ def server(served_bundle: Bundle) -> Iterator[Server]:
 class running:  # noqa: N801 (reads as a verb)
     """Serve `app` in a thread while the block runs."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, lifespan: Literal["on", "off"] = "on") -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        config = uvicorn.Config(app, host="127.0.0.1", port=self._port, log_config=None, access_log=False)
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=self._port, log_config=None, access_log=False, lifespan=lifespan
+        )
         self._server = uvicorn.Server(config)
         self._started = threading.Event()
         self._server.startup, startup = self._startup, self._server.startup  # type: ignore[method-assign]
