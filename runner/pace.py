@@ -27,11 +27,12 @@ DECIDE_EVERY = 4  # rounds
 FORGET_CALLS = 0.995  # per call of an engine
 FORGET_ROUNDS = 0.95  # per round of a request
 FORGET_THROUGHPUT = 0.99  # per round of a request
-TRY_PLAIN_EVERY, TRY_SPECULATING_EVERY = 32, 64  # decisions
+TRY_PLAIN_EVERY, TRY_SPECULATING_EVERY, TRY_SOON = 48, 96, 16  # decisions
+HOPELESS = 0.8  # gain
 PRIOR_WEIGHT = 4.0  # guesses that the overall rate counts for in a request's own
 LEAST_GAIN = 1.03  # another way must promise so much more than the present one
 PROBE_LOOKUP_EVERY = 8  # rounds of a request: costs next to nothing
-PROBE_DRAFT_EVERY = 32  # rounds of all requests together
+PROBE_DRAFT_EVERY = 128  # rounds of all requests together: the draft has to read what it missed
 
 
 class CallCosts:
@@ -161,10 +162,19 @@ class Pace:
             gain = measured[1].rate / measured[0].rate
         pays = gain > LEAST_GAIN
         self._since_other += 1
-        if self._since_other >= (TRY_PLAIN_EVERY if pays else TRY_SPECULATING_EVERY):
+        if self._since_other >= self._patience(pays, promised[speculating] / promised[NOWHERE]):
             self._since_other = 0
             pays = not pays
         return speculating if pays else NOWHERE
+
+    def _patience(self, pays: bool, promised: float) -> float:
+        """Decisions until the other kind is tried: soon if the model contradicts what was measured, never if it is sure
+        that speculation would only cost. `promised`: its gain."""
+        if pays:
+            return TRY_PLAIN_EVERY if promised > LEAST_GAIN else TRY_SOON
+        if promised < HOPELESS:
+            return math.inf
+        return TRY_SOON if promised > LEAST_GAIN else TRY_SPECULATING_EVERY
 
     @property
     def _bucket(self) -> int:

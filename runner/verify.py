@@ -152,7 +152,7 @@ def verify(
                         parsed.append(_parses(completion))
     done = list(reports.values())
     checks = [_equality(done), *([_json(parsed)] if parsed else []), _acceptance(done)]
-    checks.append(_neighbours(generate, encoded, max_tokens))
+    checks.append(_neighbours(generate, encoded, max_tokens, runner.bundle.manifest.proposer))
     checks.append(_restart(runner, generate, prompts[0], encoded[0], max_tokens))
     for rule, proposer in _distribution_rules(runner):
         sampling = Sampling(1.0, top_p=0.95, accept=rule)
@@ -225,9 +225,11 @@ def _acceptance(reports: list[ProposerReport]) -> Check:
     return Check("what is proposed is accepted now and then", not never, found)
 
 
-def _neighbours(generate: Callable[[Request], Completion], prompts: list[tuple[int, ...]], max_tokens: int) -> Check:
-    """Requests one after the other: a batch of one has no other neighbours."""
-    requests = [Request(prompt, max_tokens, Sampling(1.0, seed=5)) for prompt in prompts]
+def _neighbours(
+    generate: Callable[[Request], Completion], prompts: list[tuple[int, ...]], max_tokens: int, proposer: str
+) -> Check:
+    """Requests one after the other: a batch of one has no other neighbours. `proposer`: guesses in every round."""
+    requests = [Request(prompt, max_tokens, Sampling(1.0, seed=5), proposer=proposer) for prompt in prompts]
     first = [generate(request).ids for request in requests]
     again = [generate(request).ids for request in reversed(requests)][::-1]
     same = sum(one == other for one, other in zip(first, again, strict=True))
@@ -238,7 +240,7 @@ def _restart(
     runner: Runner, generate: Callable[[Request], Completion], text: str, prompt: tuple[int, ...], max_tokens: int
 ) -> Check:
     """A process of its own loads the bundle and repeats a request."""
-    wanted = generate(Request(prompt, max_tokens, Sampling(1.0, seed=6)))
+    wanted = generate(Request(prompt, max_tokens, Sampling(1.0, seed=6), proposer=runner.bundle.manifest.proposer))
     command = [
         *(sys.executable, "-m", "specrun.runner.cli", "generate", str(runner.bundle.path), "--json"),
         *("--prompt", text, "--temperature", "1", "--seed", "6", "--max-tokens", str(max_tokens)),
