@@ -67,13 +67,17 @@ def server(served_bundle: Bundle) -> Iterator[Server]:
         yield Server(url, service, served_bundle.manifest.target.name)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class running:  # noqa: N801 (reads as a verb)
     """Serve `app` in a thread while the block runs."""
 
     def __init__(self, app: Any, lifespan: Literal["on", "off"] = "on") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         config = uvicorn.Config(
             app, host="127.0.0.1", port=self._port, log_config=None, access_log=False, lifespan=lifespan
         )

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from specrun.engines.manifest import Bundle
-from tests.serving.conftest import API_KEY, Server
+from tests.serving.conftest import API_KEY, Server, free_port
 
 REQUESTS = int(os.environ.get("SPECRUN_LOAD_REQUESTS", "200"))
 CLIENTS = 16
@@ -93,7 +93,7 @@ def test_a_storm_of_requests_loses_none_and_leaves_nothing(server: Server) -> No
 
 
 def test_sigterm_lets_running_requests_finish(served_bundle: Bundle) -> None:
-    port = "18732"
+    port = str(free_port())
     command = [
         sys.executable,
         "-m",
