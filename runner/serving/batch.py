@@ -109,8 +109,11 @@ class BatchEngine:
         cache: BatchCache,
         dtype: str,
         timed: Callable[[int, float], None],
+        no_single_rows: bool,
     ) -> None:
-        """`timed`: gets rows and seconds of each call."""
+        """`timed`: gets rows and seconds of each call. `no_single_rows`: of a quantized target, see `OrtSession`; it is
+        the attention of each sequence that rounds a single row otherwise, however many sequences there are."""
+        self._no_single_rows = no_single_rows
         self._timed = timed
         self._session = load_engine(engine)
         self._signature = signature
@@ -123,7 +126,7 @@ class BatchEngine:
         """Logits [tokens, columns] and hidden states of each, valid until the next call."""
         first, end = min(call.slot for call in calls), max(call.slot for call in calls) + 1
         batch, width = end - first, max(len(call.tokens) for call in calls)
-        if batch * width == 1:
+        if width == 1 and (batch == 1 or self._no_single_rows):
             width = 2  # a single row would be rounded otherwise than several
         written = self._cache.written[first:end]
         for call in calls:

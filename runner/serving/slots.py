@@ -86,6 +86,7 @@ class Slots:
 
     def __init__(self, bundle: Bundle, count: int) -> None:
         self.count = count
+        self._quantized = bundle.manifest.quantized
         self._widest = max(bundle.manifest.widths)
         self._caches: dict[str, BatchCache] = {}
         self._engines: dict[Path, BatchEngine] = {}
@@ -106,7 +107,8 @@ class Slots:
     def engine(self, name: str, file: Path, signature: Signature, kv_cache: BatchCache, dtype: str) -> BatchEngine:
         if file not in self._engines:
             timed = partial(self.costs.observe, name)
-            self._engines[file] = BatchEngine(file, signature, kv_cache, dtype, timed)
+            no_single_rows = self._quantized and name == TARGET
+            self._engines[file] = BatchEngine(file, signature, kv_cache, dtype, timed, no_single_rows)
         return self._engines[file]
 
 
