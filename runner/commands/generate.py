@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 @processing_options
 @click.option("--logprobs", type=int, help="With --json: log-probabilities of each token and of so many others.")
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
-@click.option("--k", type=int, help="Positions drafted per round; default: as built.")
+@click.option("--k", type=int, help="Positions drafted in every round; default: decided each round, at most as built.")
 @click.option("--nodes", type=int, help="Nodes of a proposed tree; default: as built.")
 @click.option("--p-min", type=float, help="What a draft finds less likely is not proposed; default: as built.")
-@click.option("--proposer", help="One that the bundle has, or none (plain decoding); default: as built.")
+@click.option(
+    "--proposer", help="One that the bundle has (guesses in every round), or none; default: as built, where it pays."
+)
 @click.option("--compare", "comparing", is_flag=True, help="Run plain and speculative, compare output and speed.")
 @json_option
 def generate(bundle: Path, prompt: str, chat: bool, comparing: bool, as_json: bool, **options: Any) -> int:
