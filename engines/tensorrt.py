@@ -47,7 +47,7 @@ def version(backend: str) -> str:
 def make_messages(trt: Any) -> Any:
     """A TensorRT logger that passes messages on to ours and keeps the errors, in `errors`."""
 
-    class Messages(trt.ILogger):  # type: ignore[misc]
+    class Messages(trt.ILogger):  # type: ignore[misc] # imported when it is asked for
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []

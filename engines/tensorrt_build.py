@@ -182,7 +182,7 @@ def _is_dequantized(tensor: str, producers: dict[str, Any]) -> bool:
 def _make_progress(trt: Any, label: str) -> Any:
     """Reports the builder's outer phases, and stops it when told to."""
 
-    class Progress(trt.IProgressMonitor):  # type: ignore[misc]
+    class Progress(trt.IProgressMonitor):  # type: ignore[misc] # imported when it is asked for
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.stopped = False

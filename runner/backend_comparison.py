@@ -98,7 +98,7 @@ def _polygraphy_runner(runner: Runner, name: str, columns: int) -> Any:
     from polygraphy.backend.base import BaseRunner
     from polygraphy.common import TensorMetadata
 
-    class TargetRunner(BaseRunner):  # type: ignore[misc]
+    class TargetRunner(BaseRunner):  # type: ignore[misc] # Polygraphy publishes no types
         """Feeds a text to the target, chunk by chunk."""
 
         def activate_impl(self) -> None:

@@ -304,6 +304,10 @@ class Runner:
         if request.prediction and name not in (NO_PROPOSER,) and not name.startswith(NGRAM):
             raise RequestError(f"got a prediction with the proposer {name!r}, which looks nothing up")
         self._limits(request, name)
+        size = self.bundle.manifest.target.vocabulary_size
+        strange = [token for token in request.stop_token_ids if not 0 <= token < size]
+        if strange:
+            raise RequestError(f"got stop token id {strange[0]}, expected 0 to {size - 1}")
         request.processing.require_ids(self.bundle.manifest.target.vocabulary_size)
 
     @property

@@ -32,7 +32,6 @@ class TextPart(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
-    name: str | None = None
 
     def rendered(self) -> dict[str, str]:
         """As chat templates take it."""

@@ -17,31 +17,34 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+class Reads:
+    """The texts that calibration reads (with all activations as outputs)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.stop_at: int | None = None  # the read that is interrupted
+
+    def note(self) -> None:
+        self.count += 1
+        if self.count == self.stop_at:
+            raise KeyboardInterrupt
+
+
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Widths of the texts that calibration reads (with all activations as outputs); negative: stop there."""
-    seen: list[int] = []
-    read = WholeTextModel.read
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    seen, read = Reads(), WholeTextModel.read
 
     def counted(self: WholeTextModel, text: Any, outputs: Any, features: Any = None) -> Any:
         if len(outputs) > 3:
-            seen.append(len(text))
-            if len(seen) == counted_stop[0]:
-                raise KeyboardInterrupt
+            seen.note()
         return read(self, text, outputs, features)
 
-    counted_stop = [-1]
     monkeypatch.setattr(WholeTextModel, "read", counted)
-    monkeypatch.setattr(WholeTextModel, "stop_at", counted_stop, raising=False)
     return seen
 
 
-def stop_at(count: int) -> None:
-    WholeTextModel.stop_at[0] = count  # type: ignore[attr-defined]
-
-
 def test_calibration_goes_on_where_it_was_interrupted(
-    target_checkpoint: Path, text: Path, tmp_path: Path, reads: list[int]
+    target_checkpoint: Path, text: Path, tmp_path: Path, reads: Reads
 ) -> None:
     def build(directory: str) -> Bundle:
         (tmp_path / directory).mkdir(exist_ok=True)
@@ -49,28 +52,26 @@ def test_calibration_goes_on_where_it_was_interrupted(
         return tiny.make_bundle(tmp_path / directory, target_checkpoint, **options)
 
     whole = build("whole")
-    windows = len(reads)
+    windows = reads.count
     assert windows > 4
-    reads.clear()
-    stop_at(4)
+    reads.count, reads.stop_at = 0, 4
     with pytest.raises(KeyboardInterrupt):
         build("resumed")
     assert not (tmp_path / "resumed" / "bundle").exists()
-    reads.clear()
-    stop_at(-1)
+    reads.count, reads.stop_at = 0, None
     resumed = build("resumed")
-    assert len(reads) == windows - 3
+    assert reads.count == windows - 3
     assert resumed.manifest.files == whole.manifest.files
     assert resumed.manifest.quality == whole.manifest.quality
 
 
 def test_a_finished_calibration_serves_the_next_build(
-    target_checkpoint: Path, text: Path, tmp_path: Path, reads: list[int]
+    target_checkpoint: Path, text: Path, tmp_path: Path, reads: Reads
 ) -> None:
     options: dict[str, Any] = {"precision": "int8", "text": text, "accept_quality_loss": True}
     first = tiny.make_bundle(tmp_path, target_checkpoint, **options)
     engine = (first.path / "target" / "model.onnx.data").read_bytes()
-    reads.clear()
+    reads.count = 0
     other = tiny.make_bundle(tmp_path, target_checkpoint, **options, k=3)
-    assert not reads
+    assert reads.count == 0
     assert (other.path / "target" / "model.onnx.data").read_bytes() == engine

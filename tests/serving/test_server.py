@@ -186,6 +186,8 @@ def test_stop_strings_and_ids_end_the_text(server: Server, solo: Runner) -> None
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"logit_bias": {"x": 1}}, "expected a token id"),
+        ({"stop_token_ids": [123456], "min_tokens": 2}, "got stop token id 123456, expected 0 to 299"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "unknown field"),
         ({"logit_bias": {"99999999": 1}}, "99999999"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"proposer": "oracle"}, "got proposer 'oracle'"),
