@@ -16,11 +16,11 @@ SLOTS = 5
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, target_checkpoint: Path) -> Bundle:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Bundle:
     draft = tiny.make_model(tiny.llama(num_hidden_layers=1), seed=1, sharpness=12.0)
     directory = tmp_path_factory.mktemp(request.param)
     checkpoint = tiny.save_checkpoint(directory / "draft", draft)
-    return tiny.make_bundle(directory, target_checkpoint, checkpoint, precision=request.param, accept_quality_loss=True)
+    return tiny.make_bundle(directory, deep_checkpoint, checkpoint, precision=request.param, accept_quality_loss=True)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
@@ -32,7 +32,7 @@ def test_sequences_side_by_side(proposer: str, sampling: Sampling, pair: Bundle)
     requests = [
         Request(
             solo.encode("the sun rose over the sea " * (1 + index)),
-            max_tokens=20 + 8 * index,
+            max_tokens=60 + 8 * index,
             sampling=dataclasses.replace(sampling, seed=index),
             proposer=proposer,
             k=4,
