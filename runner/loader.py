@@ -9,8 +9,8 @@ import numpy as np
 from specrun.engines.backend import GPU_BACKENDS
 from specrun.engines.manifest import Bundle
 from specrun.engines.signature import Signature
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.logits import Logits
-from specrun.runner.pace import CallCosts
 from specrun.runner.session import Session
 from specrun.runner.session_ort import OrtLoader
 

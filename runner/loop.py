@@ -42,8 +42,8 @@ def decode(
     """Yield the tokens that follow `prompt`, one by one; the last one carries the finish reason.
 
     The prompt must be shorter than the target's capacity. A token in `stop_token_ids` is emitted and ends the
-    generation; nothing after it is, even if the same round accepted more. `pace` decides how far each round speculates,
-    up to the limits' k; without it all go that far.
+    generation; nothing after it is, even if the same round accepted more. `pace` decides how far each round guesses, up
+    to the limits' k, and what of it is verified; without it all go that far.
     """
     tokens = list(prompt)
     remaining = min(limits.max_tokens, target.capacity - len(tokens))
@@ -60,13 +60,11 @@ def decode(
     while True:
         # The round itself adds a token, so guesses more than remaining - 1 positions ahead would be for nothing.
         began = time.perf_counter()
-        limit = min(limits.k if pace is None else min(limits.k, pace.plan()), remaining - 1)
+        limit = min(limits.k if pace is None else min(limits.k, pace.plan(len(tokens), remaining)), remaining - 1)
         with statistics.timed("propose"):
-            proposal = proposer.propose(tokens, limit, chooser) if proposer and limit > 0 else EMPTY
-            proposal = proposal.first(target.capacity - len(tokens))  # a tree may have more nodes than there is room
-        probe = proposal
-        if pace is not None and pace.probing:
-            proposal = EMPTY
+            guesses = proposer.propose(tokens, limit, chooser) if proposer and limit > 0 else EMPTY
+            guesses = guesses.first(target.capacity - len(tokens))  # a tree may have more nodes than there is room
+            proposal = guesses if pace is None else pace.settle(guesses)
         with statistics.timed("verify"):
             # The last committed token is node 0 of this call, so the proposal's nodes are one further on.
             output = target.grow([tokens[-1], *proposal.tokens], [ROOT, *(parent + 1 for parent in proposal.parents)])
@@ -74,8 +72,7 @@ def decode(
             verdict = output.logits.accept(proposal, chooser, len(tokens))
         statistics.count_round(proposal.depths(), len(verdict.path), proposal.source)
         if pace is not None:
-            guessed = verdict.next_token in probe.children(ROOT) if pace.probing else len(verdict.path)
-            pace.learn(probe, int(guessed), time.perf_counter() - began)
+            pace.learn(guesses, proposal, verdict, time.perf_counter() - began)
         rows = [0, *(node + 1 for node in verdict.path)]
         for row, (token_id, origin) in zip(rows, _emitted(proposal, verdict), strict=True):
             if observe is not None:

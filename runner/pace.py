@@ -1,77 +1,47 @@
-"""How far to speculate, decided before every round: so that the tokens expected per second are most.
+"""How far to speculate, so that the tokens expected per second are most. Nothing of this changes a token.
 
-What a call costs is measured while engines run, as a line through (rows, seconds); how much of a proposal is accepted,
-for each request and overall. From both a model says which way to speculate would bring all running requests most tokens
-per second. Whether to speculate at all is decided by what rounds of either kind brought in truth, everything included,
-for batches of about this size; the kind that was not chosen is tried now and then. Where nothing is proposed, guesses
-are still made sometimes and compared with what the target chose (a probe). Nothing of this changes a token.
+Two decisions, from what calls cost on this machine (`runner/call_costs.py`) and what was accepted so far:
+
+* Before a round guesses, whether a draft is asked, and how far ahead. A lookup costs nothing, it is always made.
+* When all guesses of a round are there, how many of them the target verifies: a row costs every request of the batch,
+  so a few good guesses may not be worth it. Guesses that are not verified are compared with what the target chose, so
+  that their rate stays known.
+
+Whether a draft pays is easily mistaken by a few per cent, so what rounds with and without it brought is held against
+what was promised, and corrects it. The way that looks worse is tried now and then, as long as all such tries together
+cost no more than a small share of the time.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from specrun.engines.manifest import TARGET
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.logits import ACCEPT, FUSE, GUESS
-from specrun.runner.types import Proposal, Source
+from specrun.runner.types import ROOT, Proposal, Source, Verdict
 
 Array = np.ndarray[Any, Any]
 
-LOOKUP_REACHES = (0, 1, 2, 4, 8, 16, 32, 64)  # positions ahead that are considered
-DRAFT_REACHES = (0, 1, 2, 3, 4, 6, 8, 16)
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that may be verified
+REACHES = (0, 1, 2, 3, 4, 6, 8, 16)  # positions ahead that a draft may guess
 DECIDE_EVERY = 4  # rounds
-FORGET_CALLS = 0.995  # per call of an engine
+LEAST_GAIN = 1.03  # speculating must promise so much more than not
 FORGET_ROUNDS = 0.95  # per round of a request
-FORGET_THROUGHPUT = 0.99  # per round of a request
-TRY_PLAIN_EVERY, TRY_SPECULATING_EVERY, TRY_SOON = 48, 96, 16  # decisions
-HOPELESS = 0.8  # gain
+FORGET_OVERALL = 0.995  # per round of any request
+FORGET_OUTCOMES = 0.99  # per round of a request
 PRIOR_WEIGHT = 4.0  # guesses that the overall rate counts for in a request's own
-LEAST_GAIN = 1.03  # another way must promise so much more than the present one
-PROBE_LOOKUP_EVERY = 8  # rounds of a request: costs next to nothing
-PROBE_DRAFT_EVERY = 128  # rounds of all requests together: the draft has to read what it missed
-
-
-class CallCosts:
-    """Seconds of an engine's calls by rows: batch times width."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}  # of 1, rows, rows^2, seconds, rows * seconds
-
-    def observe(self, engine: str, rows: int, seconds: float) -> None:
-        sums = self._sums.setdefault(engine, [0.0] * 5)
-        terms = 1.0, float(rows), float(rows * rows), seconds, rows * seconds
-        self._sums[engine] = [FORGET_CALLS * old + new for old, new in zip(sums, terms, strict=True)]
-
-    def predict(self, engine: str, rows: float) -> float | None:
-        """None before anything was measured."""
-        if engine not in self._sums:
-            return None
-        count, total, squares, seconds, products = self._sums[engine]
-        spread = count * squares - total * total
-        mean = seconds / count
-        if spread <= 1e-9 * count * squares:  # always the same width
-            return mean
-        slope = max(0.0, (count * products - total * seconds) / spread)
-        return max(mean * 0.1, mean + slope * (rows - total / count))
-
-
-class Throughput:
-    """Tokens per second of one request, decayed."""
-
-    def __init__(self) -> None:
-        self._tokens, self._seconds = 0.0, 0.0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        self._tokens = FORGET_THROUGHPUT * self._tokens + tokens
-        self._seconds = FORGET_THROUGHPUT * self._seconds + seconds
-
-    @property
-    def rate(self) -> float:
-        return self._tokens / self._seconds
+TRY_EVERY = 16  # decisions, at least, between tries of the way that looks worse
+PROBE_EVERY = 128  # rounds of all requests together, at least, between guesses of a draft that is not used
+SHARE_FOR_TRIES = 0.01  # of all time
+HORIZON = 60.0  # seconds after which tries and their costs are half forgotten
+LONG = 128  # rounds that a request is thought to go on for at most
+UNKNOWN_TRY = 0.3  # seconds that a first try is thought to cost
 
 
 class Rate:
@@ -107,150 +77,189 @@ class DraftCost:
     engine: str
     per_position: bool
     breadth: int  # rows of a call, from the second on
+    catches_up: bool  # it has to read what it missed
+
+
+class Allowance:
+    """Time that may be spent on finding out: a share of all time. Seconds are those of requests, side by side."""
+
+    def __init__(self) -> None:
+        self._time, self._spent = 0.0, 0.0
+        self._last: dict[tuple[int, str], float] = {}  # what a try cost
+
+    def allows(self, batch: int, kind: str) -> bool:
+        """Whether another try of `kind`, expected to cost what the last one did, is within the share."""
+        expected = self._last.get((batch.bit_length(), kind), UNKNOWN_TRY * batch)
+        return self._spent + expected <= SHARE_FOR_TRIES * self._time
+
+    def begin(self, batch: int, kind: str) -> None:
+        self._last[batch.bit_length(), kind] = 0.0
+
+    def spend(self, batch: int, kind: str, seconds: float) -> None:
+        self._spent = max(0.0, self._spent + seconds)
+        key = batch.bit_length(), kind
+        self._last[key] = self._last.get(key, 0.0) + seconds
+
+    def go_by(self, seconds: float) -> None:
+        self._time += seconds
+        if self._time > HORIZON:
+            self._time, self._spent = self._time / 2, self._spent / 2
+
+
+PLAIN_TRY, DRAFT_TRY, PROBE = "plain", "draft", "probe"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What holds for the next rounds of all requests."""
+
+    draft: int  # positions ahead
+    promised: float  # tokens per second of all requests together
+    alternative: float  # of the better way, if this is a try, else of this one
+    tries: bool
+
+    @property
+    def kind(self) -> str:
+        return DRAFT_TRY if self.draft else PLAIN_TRY
 
 
 class Pace:
     """Shared by all requests of a runner or a server."""
 
-    def __init__(self, costs: CallCosts) -> None:
+    def __init__(
+        self,
+        costs: CallCosts,
+        meet: Callable[[], None] = lambda: None,
+        trace: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`meet`: returns when every other request of the round has its guesses, too. `trace`: gets every decision."""
         self.costs = costs
+        self.meet = meet
+        self.trace = trace
         self.accepted: dict[Source, Rate] = {"lookup": Rate(0.6), "draft": Rate(0.5)}
         self.found: dict[Source, Rate] = {"lookup": Rate(0.3), "draft": Rate(0.9)}  # how often there is a guess at all
-        self.nodes = Rate(1.0)  # proposed nodes per position of a draft's reach
+        self.filled: dict[Source, Rate] = {"lookup": Rate(1.0), "draft": Rate(1.0)}  # nodes verified per position
         self.running: list[RequestPace] = []
-        self.decisions: dict[Reach, int] = {}  # how often each was taken
-        self._present = NOWHERE
-        self._decided_at = -1
+        self.drafted: dict[int, int] = {}  # rounds by how far a draft was to guess
+        self.verified: dict[int, int] = {}  # rounds by how many nodes were verified at most
+        self.allowance = Allowance()
         self.round = 0  # of all requests together
+        self._decision = Decision(0, 0.0, 0.0, tries=False)
+        self._decided_at, self._decided_for = -1, 0
+        self._since_try = 0  # decisions
         self._probed_at = 0
-        self._measured: dict[tuple[int, bool], Throughput] = {}  # by batch, and whether rounds speculated
-        self._since_other = 0  # decisions
-        self._fresh = 0  # rounds that are still to be left out
+        self._corrections: dict[tuple[int, bool], Rate] = {}  # by batch and whether a draft is asked
+        self._offers: dict[RequestPace, Array] = {}
+        self._cap = 0
 
     @contextmanager
-    def request(self, sources: Iterable[Source], reach: Reach, cost: DraftCost | None) -> "Iterator[RequestPace]":
-        """One request while it runs. `reach`: the furthest allowed. `cost`: of its draft, if it has one."""
-        pace = RequestPace(self, frozenset(sources), reach, cost)
+    def request(
+        self, sources: Iterable[Source], reach: Reach, cost: DraftCost | None, tokens: int, remaining: int
+    ) -> "Iterator[RequestPace]":
+        """One request while it runs. `reach`: the furthest allowed. `cost`: of its draft, if it has one. `tokens`: of
+        its prompt; `remaining`: that it may write."""
+        pace = RequestPace(self, frozenset(sources), reach, cost, tokens, remaining)
+        if not self.running:
+            self._decided_at = -1
         self.running.append(pace)
-        self._decided_at = -1
         try:
             yield pace
         finally:
             self.running.remove(pace)
-            self._decided_at = -1
 
-    def decide(self) -> Reach:
+    # ------------------------------------------------------------------------------------- whether a draft is asked
+
+    def decide(self) -> Decision:
         """For the next round of all that run."""
-        if self._decided_at < 0 or self.round - self._decided_at >= DECIDE_EVERY * len(self.running):
-            self._decided_at = self.round
-            self._present = self._choose()
-            self._fresh = len(self.running)
-        self.decisions[self._present] = self.decisions.get(self._present, 0) + 1
-        return self._present
+        batch = len(self.running)
+        due = self.round - self._decided_at >= DECIDE_EVERY * batch
+        if self._decided_at < 0 or due or batch.bit_length() != self._decided_for:
+            self._decided_at, self._decided_for = self.round, batch.bit_length()
+            self._decision = self._choose()
+            self._trace("draft", reach=self._decision.draft, tries=self._decision.tries)
+        self.drafted[self._decision.draft] = self.drafted.get(self._decision.draft, 0) + 1
+        return self._decision
 
-    def _choose(self) -> Reach:
-        """Among the ways to speculate the model's favourite; whether to speculate at all, what was measured. The other
-        one is tried now and then."""
-        promised = self._promises()
-        ways = [reach for reach in promised if reach != NOWHERE]
-        if not ways:
-            return NOWHERE
-        speculating = max(ways, key=lambda reach: promised[reach])
-        gain = promised[speculating] / promised[NOWHERE]
-        measured = [self._measured.get((self._bucket, kind)) for kind in (False, True)]
-        if measured[0] is not None and measured[1] is not None:
-            gain = measured[1].rate / measured[0].rate
-        pays = gain > LEAST_GAIN
-        self._since_other += 1
-        if self._since_other >= self._patience(pays, promised[speculating] / promised[NOWHERE]):
-            self._since_other = 0
-            pays = not pays
-        return speculating if pays else NOWHERE
+    def _choose(self) -> Decision:
+        reaches = [reach for reach in REACHES if reach <= max(pace.reach.draft for pace in self.running)]
+        if len(reaches) == 1:
+            return Decision(0, 0.0, 0.0, tries=False)
+        promised = self._promises(reaches)
+        with_draft = 1 + int(np.argmax(promised[1:]))
+        rates = [float(promised[at]) * self._correction(at > 0) for at in (0, with_draft)]
+        better = int(rates[1] > LEAST_GAIN * rates[0])
+        chosen = better
+        self._since_try += 1
+        batch, other = len(self.running), PLAIN_TRY if better else DRAFT_TRY
+        if self._since_try >= TRY_EVERY and self.allowance.allows(batch, other):
+            self._since_try = 0
+            self.allowance.begin(batch, other)
+            chosen = 1 - better
+        at = (0, with_draft)[chosen]
+        return Decision(reaches[at], float(promised[at]), rates[better], tries=chosen != better)
 
-    def _patience(self, pays: bool, promised: float) -> float:
-        """Decisions until the other kind is tried: soon if the model contradicts what was measured, never if it is sure
-        that speculation would only cost. `promised`: its gain."""
-        if pays:
-            return TRY_PLAIN_EVERY if promised > LEAST_GAIN else TRY_SOON
-        if promised < HOPELESS:
-            return math.inf
-        return TRY_SOON if promised > LEAST_GAIN else TRY_SPECULATING_EVERY
+    def _correction(self, drafting: bool) -> float:
+        """By which promises for batches of about this size are to be multiplied."""
+        batch = len(self.running).bit_length()
+        plain = self._corrections.get((batch, False))
+        base = 1.0 if plain is None else plain.value(1.0)
+        if not drafting:
+            return base
+        own = self._corrections.get((batch, True))
+        return base if own is None else own.value(base)
 
-    @property
-    def _bucket(self) -> int:
-        """Batches that behave alike."""
-        return len(self.running).bit_length()
-
-    def took(self, speculated: bool, tokens: int, seconds: float) -> None:
-        """What one request got out of one round of all. Not of the first after a decision, when drafts catch up."""
-        if self._fresh > 0:
-            self._fresh -= 1
+    def learn_outcome(self, decision: Decision, tokens: int, seconds: float, reading: float, fresh: bool) -> None:
+        """What one request got out of a round. `reading`: the part of `seconds` in which drafts caught up. `fresh`: it
+        is the first of its kind."""
+        batch = len(self.running)
+        self.allowance.go_by(seconds)
+        if not decision.promised:
             return
-        measured = self._measured.setdefault((self._bucket, speculated), Throughput())
-        measured.learn(tokens, seconds)
+        if decision.tries:
+            self.allowance.spend(batch, decision.kind, seconds - tokens * batch / decision.alternative)
+        if not fresh:
+            correction = self._corrections.setdefault((batch.bit_length(), decision.draft > 0), Rate(1.0))
+            correction.learn(tokens, (seconds - reading) * decision.promised / batch, FORGET_OUTCOMES)
 
-    def forget_throughput(self) -> None:
-        """What was measured so far was no real work."""
-        self._measured.clear()
+    def forget_outcomes(self) -> None:
+        """What was done so far was no real work."""
+        self._corrections.clear()
 
-    def may_probe_draft(self) -> bool:
-        """Whether it is time for a draft to guess for nothing: now and then for all requests together, because its call
-        makes all of them wait."""
-        if self.round - self._probed_at < PROBE_DRAFT_EVERY * len(self.running):
+    def may_probe(self) -> bool:
+        """Whether a draft that is not used may guess once, for its rate: its call makes all requests wait."""
+        batch = len(self.running)
+        if self.round - self._probed_at < PROBE_EVERY * batch or not self.allowance.allows(batch, PROBE):
             return False
         self._probed_at = self.round
+        self.allowance.begin(batch, PROBE)
         return True
 
-    def _promises(self) -> dict[Reach, float]:
-        """Tokens per second of all requests together, for every way to speculate. Engines not measured yet cost
+    def _promises(self, reaches: list[int]) -> Array:
+        """Tokens per second of all requests together, for a draft that reaches so far. Engines not measured yet cost
         nothing, so that they are tried."""
-        lookups = [reach for reach in LOOKUP_REACHES if reach <= max(pace.reach.lookup for pace in self.running)]
-        drafts = [reach for reach in DRAFT_REACHES if reach <= max(pace.reach.draft for pace in self.running)]
         batch = len(self.running)
         found = np.array([pace.found_rate("lookup") for pace in self.running])
-        drafted = np.array([pace.found_rate("draft") for pace in self.running])
-        looked = np.array([[pace.gain("lookup", reach) for reach in lookups] for pace in self.running])
-        guessed = np.array([[pace.gain("draft", reach) for reach in drafts] for pace in self.running])
-        overhead = self.costs.predict(ACCEPT, 1) or 0.0, self.costs.predict(GUESS, 1) or 0.0
-        return {
-            Reach(lookup, draft): self._promise(
-                Reach(lookup, draft),
-                batch,
-                found if lookup else np.zeros(batch),
-                drafted if draft else np.zeros(batch),
-                looked[:, at],
-                guessed[:, index],
-                overhead,
-            )
-            for at, lookup in enumerate(lookups)
-            for index, draft in enumerate(drafts)
-        }
+        asked = (1 - found) * np.array([pace.found_rate("draft") for pace in self.running])
+        looked = np.array([pace.gain("lookup", self._mean_lookup(pace)) for pace in self.running])
+        guessed = np.array([[pace.gain("draft", reach) for reach in reaches] for pace in self.running])
+        tokens = batch + float(found @ looked) + asked @ guessed
+        copied = (1 - float(np.prod(1 - found))) * max(self._mean_lookup(pace) for pace in self.running)
+        drafted = (1 - float(np.prod(1 - asked))) * self.filled["draft"].value() * np.array(reaches)
+        seconds = self.costs.predict_all(TARGET, batch * (1 + np.maximum(copied, drafted)))
+        if seconds is None:
+            seconds = np.ones(len(reaches))
+        seconds = seconds + tokens * (self.costs.predict(ACCEPT, 1) or 0.0)
+        drafting = np.array([self._draft_seconds(reach, batch) if reach else 0.0 for reach in reaches])
+        catching_up = sum(pace.catch_up_seconds() for pace in self.running) * (np.array(reaches) > 0)
+        return np.asarray(tokens / (seconds + drafting * (1 - float(np.prod(found))) + catching_up))
 
-    def _promise(
-        self,
-        reach: Reach,
-        batch: int,
-        found: Array,
-        drafted: Array,
-        looked: Array,
-        guessed: Array,
-        overhead: tuple[float, float],
-    ) -> float:
-        """`found`, `drafted`: how often each request has a guess of either kind where it is asked; `looked`, `guessed`:
-        what those bring; `overhead`: seconds to accept a token and to make a draft's guess."""
-        drafted = (1 - found) * drafted
-        tokens = batch + float((found * looked).sum() + (drafted * guessed).sum())
-        width = 1 + max(
-            (1 - float(np.prod(1 - found))) * reach.lookup,
-            (1 - float(np.prod(1 - drafted))) * self.nodes.value() * reach.draft,
-        )
-        seconds = (self.costs.predict(TARGET, batch * width) or 1.0) + tokens * overhead[0]
-        if reach.draft:
-            seconds += self._draft_seconds(reach.draft, batch, overhead[1]) * (1 - float(np.prod(found)))
-        return tokens / seconds
+    def _mean_lookup(self, pace: "RequestPace") -> float:
+        """Nodes of a lookup that are verified, on the average."""
+        return self.filled["lookup"].value() * pace.reach.lookup
 
-    def _draft_seconds(self, positions: int, batch: int, guess: float) -> float:
+    def _draft_seconds(self, positions: int, batch: int) -> float:
         """What the drafts of all requests take together."""
+        guess = self.costs.predict(GUESS, 1) or 0.0
         kinds = {pace.cost for pace in self.running if pace.cost is not None}
         seconds = batch * (self.costs.predict(FUSE, 1) or 0.0)
         for cost in kinds:
@@ -260,68 +269,151 @@ class Pace:
                 seconds += (positions - 1) * (call + batch * cost.breadth * guess)
         return seconds
 
+    # ------------------------------------------------------------------------------- how many guesses are verified
+
+    def cap(self, request: "RequestPace", expected: Array) -> int:
+        """Nodes that each request may have verified in this round. `expected`: what `request` would get of SIZES."""
+        self._offers[request] = expected
+        try:
+            self.meet()
+        except BaseException:
+            self._offers.pop(request, None)
+            raise
+        if request in self._offers:  # the first one back decides for all
+            self._cap = self._best_size(np.array(list(self._offers.values())))
+            self._offers.clear()
+            self.verified[self._cap] = self.verified.get(self._cap, 0) + 1
+        return self._cap
+
+    def _best_size(self, offers: Array) -> int:
+        """`offers`: tokens expected, [requests, SIZES]."""
+        batch, tokens = len(offers), len(offers) + offers.sum(axis=0)
+        if tokens[-1] == batch:
+            return 0
+        seconds = self.costs.predict_all(TARGET, batch * (1.0 + np.array(SIZES)))
+        if seconds is None:
+            return SIZES[-1]
+        rates = tokens / (seconds + tokens * (self.costs.predict(ACCEPT, 1) or 0.0))
+        best = int(np.argmax(rates))
+        size = SIZES[best] if rates[best] > LEAST_GAIN * rates[0] else 0
+        self._trace("verify", nodes=size, gain=round(float(rates[best] / rates[0]), 3))
+        return size
+
+    def _trace(self, event: str, **more: Any) -> None:
+        if self.trace is not None:
+            self.trace({"time": time.time(), "event": event, "running": len(self.running), **more})
+
 
 class RequestPace:
-    """One request's share in the decision, and what it learns."""
+    """One request's share in the decisions, and what it learns."""
 
-    def __init__(self, pace: Pace, sources: frozenset[Source], reach: Reach, cost: DraftCost | None) -> None:
+    def __init__(
+        self,
+        pace: Pace,
+        sources: frozenset[Source],
+        reach: Reach,
+        cost: DraftCost | None,
+        tokens: int,
+        remaining: int,
+    ) -> None:
         self._pace = pace
         self.sources, self.reach, self.cost = sources, reach, cost
         self._accepted: dict[Source, Rate] = {source: Rate(0.5) for source in sources}
         self._found: dict[Source, Rate] = {source: Rate(0.5) for source in sources}
-        self._rounds = 0
         self.next = NOWHERE
-        self.probing = False
-        self._decided = NOWHERE
+        self._decision: Decision | None = None
+        self._fresh = False
+        self._probing = False
+        self._began = 0.0
+        self._tokens, self._remaining = tokens, remaining
+        self._drafted_at = 0  # tokens when the draft was last asked
+        self._read: tuple[float, float] = 0.0, 0.0  # seconds of wide calls so far, of target and draft
 
-    def plan(self) -> int:
-        """Positions ahead that the next round may guess, by whichever source; `next` tells them apart. A probe is not
-        to be verified."""
-        decided = self._pace.decide()
-        self._decided = decided
-        self.next = Reach(min(decided.lookup, self.reach.lookup), min(decided.draft, self.reach.draft))
-        self.probing = False
-        if self.next == NOWHERE:
-            lookup = min(1, self.reach.lookup) if self._rounds % PROBE_LOOKUP_EVERY == 0 else 0
-            draft = 1 if self.reach.draft and self._pace.may_probe_draft() else 0
-            self.next = Reach(lookup, draft)
-            self.probing = self.next != NOWHERE
-        self._rounds += 1
+    def plan(self, tokens: int, remaining: int) -> int:
+        """Positions ahead that the next round may guess, by whichever source; `next` tells them apart. `tokens`: there
+        are so far; `remaining`: may follow at most."""
+        self._tokens, self._remaining = tokens, remaining
+        before, self._decision = self._decision, self._pace.decide()
+        self._fresh = before is not None and (before.draft > 0) != (self._decision.draft > 0)
+        draft = min(self._decision.draft, self.reach.draft)
+        self._probing = not draft and self.reach.draft > 0 and self._pace.may_probe()
+        self.next = replace(self.reach, draft=1 if self._probing else draft)
+        self._began, self._read = time.perf_counter(), self._reading()
         return max(self.next.lookup, self.next.draft)
 
-    def learn(self, proposal: Proposal, accepted: int, seconds: float) -> None:
-        """`accepted`: guesses of `proposal` that were the target's choices, for a probe at most one. `seconds`: that
-        the round took."""
+    def _reading(self) -> tuple[float, float]:
+        costs = self._pace.costs
+        return costs.reading(TARGET), 0.0 if self.cost is None else costs.reading(self.cost.engine)
+
+    def catch_up_seconds(self) -> float:
+        """What its draft would need to read what it missed, for each of the rounds that are left."""
+        if self.cost is None or not self.cost.catches_up:
+            return 0.0
+        call = self._pace.costs.predict(self.cost.engine, self._tokens - self._drafted_at) or 0.0
+        return call / min(self._remaining, LONG)
+
+    def settle(self, guesses: Proposal) -> Proposal:
+        """What of `guesses` is verified."""
+        if self._probing:
+            batch = len(self._pace.running)
+            self._pace.allowance.spend(batch, PROBE, batch * (time.perf_counter() - self._began))
+        return guesses.first(self._pace.cap(self, self._expected(guesses)))
+
+    def _expected(self, guesses: Proposal) -> Array:
+        """Accepted tokens if so many nodes as SIZES are verified."""
+        expected = np.zeros(len(SIZES))
+        if not guesses.tokens:
+            return expected
+        deepest, at, depths = 0, 0, guesses.depths()
+        for index, size in enumerate(SIZES):
+            while at < min(size, len(depths)):
+                deepest, at = max(deepest, depths[at]), at + 1
+            expected[index] = self.gain(_kind(guesses), deepest)
+        return expected
+
+    def learn(self, guesses: Proposal, verified: Proposal, verdict: Verdict, seconds: float) -> None:
+        """`guesses`: as they went to `settle`, which made `verified` of them. `seconds`: that the round took."""
+        assert self._decision is not None
+        accepted = len(verdict.path)
         self._pace.round += 1
-        if not self.probing:
-            self._pace.took(self._decided != NOWHERE, 1 + accepted, seconds)
-        source: Source = "lookup" if proposal.source == "prediction" else proposal.source
-        depth = max(proposal.depths(), default=0)
+        prompts, drafts = (now - then for now, then in zip(self._reading(), self._read, strict=True))
+        fresh = self._fresh or self._probing
+        self._pace.learn_outcome(self._decision, 1 + accepted, seconds - prompts, drafts, fresh)
+        source = _kind(guesses)
         looked_up = self.next.lookup > 0 and "lookup" in self.sources
         if looked_up:
-            self._learn_found("lookup", source == "lookup" and depth > 0)
-        if self.next.draft and not (looked_up and source == "lookup" and depth):
-            self._learn_found("draft", depth > 0)
-        if not depth:
+            self._learn_found("lookup", source == "lookup" and bool(guesses.tokens))
+        if self.next.draft and not (looked_up and source == "lookup" and guesses.tokens):
+            self._learn_found("draft", bool(guesses.tokens))
+            self._drafted_at = self._tokens
+        if not guesses.tokens:
             return
-        tries = min(depth, accepted + 1)
-        self._accepted[source].learn(accepted, tries)
-        self._pace.accepted[source].learn(accepted, tries, FORGET_CALLS)
-        if source == "draft" and self.next.draft:
-            self._pace.nodes.learn(len(proposal.tokens), self.next.draft, FORGET_CALLS)
+        hits, depth = accepted, max(verified.depths(), default=0)
+        if not verified.tokens:  # the first guess is judged all the same
+            hits, depth = int(verdict.next_token in guesses.children(ROOT)), 1
+        tries = min(depth, hits + 1)
+        self._accepted[source].learn(hits, tries)
+        self._pace.accepted[source].learn(hits, tries, FORGET_OVERALL)
+        wanted = self.next.lookup if source == "lookup" else self.next.draft
+        if wanted and not self._probing:
+            self._pace.filled[source].learn(len(verified.tokens), wanted, FORGET_OVERALL)
 
     def _learn_found(self, source: Source, found: bool) -> None:
         self._found[source].learn(float(found), 1.0)
-        self._pace.found[source].learn(float(found), 1.0, FORGET_CALLS)
+        self._pace.found[source].learn(float(found), 1.0, FORGET_OVERALL)
 
     def found_rate(self, source: Source) -> float:
         """How often `source` has a guess, where it is asked."""
         return self._found[source].value(self._pace.found[source].value()) if source in self.sources else 0.0
 
-    def gain(self, source: Source, positions: int) -> float:
+    def gain(self, source: Source, positions: float) -> float:
         """Accepted guesses of `positions`, if each is accepted as often as the first."""
         positions = min(positions, self.reach.lookup if source == "lookup" else self.reach.draft)
         if not positions or source not in self._accepted:
             return 0.0
         rate = self._accepted[source].value(self._pace.accepted[source].value())
         return positions if math.isclose(rate, 1.0) else rate * (1 - rate**positions) / (1 - rate)
+
+
+def _kind(guesses: Proposal) -> Source:
+    return "lookup" if guesses.source == "prediction" else guesses.source

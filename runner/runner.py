@@ -15,6 +15,7 @@ from specrun.engines.errors import RequestError
 from specrun.engines.manifest import (
     CHAT_TEMPLATE_FILE,
     DRAFT,
+    EARLY_EXIT,
     MEDUSA,
     NGRAM,
     NGRAM_FIRST,
@@ -28,13 +29,14 @@ from specrun.engines.manifest import (
 from specrun.engines.pair import require_pair
 from specrun.engines.vocabulary import Vocabulary, load_tokenizer
 from specrun.runner import chat
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.draft_sessions import DraftSessions
 from specrun.runner.draft_tree import TreeShape
 from specrun.runner.grammar import GrammarCompiler
 from specrun.runner.loader import Loader, open_loader
 from specrun.runner.logprobs import MAX_TOP, TokenLogprobs
 from specrun.runner.loop import Limits, Observer, decode
-from specrun.runner.pace import CallCosts, DraftCost, Pace, Reach, RequestPace
+from specrun.runner.pace import DraftCost, Pace, Reach, RequestPace
 from specrun.runner.processors import Processing, Processor
 from specrun.runner.proposers import Proposer
 from specrun.runner.proposers.ngram import NGramLookup
@@ -358,8 +360,8 @@ class Runner:
         kind = draft.removesuffix(TREE_SUFFIX)
         nodes = self.bundle.manifest.nodes if request.nodes is None else request.nodes
         breadth = TreeShape.of(nodes).breadth if draft.endswith(TREE_SUFFIX) else 1
-        cost = DraftCost(kind, kind != MEDUSA, breadth) if draft else None
-        with self._pace.request(sources, reach, cost) as pace:
+        cost = DraftCost(kind, kind != MEDUSA, breadth, kind not in (MEDUSA, EARLY_EXIT)) if draft else None
+        with self._pace.request(sources, reach, cost, len(request.prompt_ids), limits.max_tokens) as pace:
             yield pace
 
     def _proposer(self, name: str, request: Request, pace: RequestPace | None) -> Proposer | None:

@@ -23,16 +23,13 @@ from specrun.engines.signature import (
     past,
     present,
 )
+from specrun.runner.call_costs import WIDEST_TIMED, CallCosts
 from specrun.runner.kv_cache import KVCache
-from specrun.runner.logits import FUSE, HostLogits, Timed
-from specrun.runner.pace import CallCosts
+from specrun.runner.logits import FUSE, HostLogits
 from specrun.runner.session import Output
 from specrun.runner.tree import Ancestry
 
 Array = np.ndarray[Any, Any]
-
-
-WIDEST_TIMED = 64  # tokens; wider calls read prompts, at another price
 
 
 class OrtSession:
@@ -48,21 +45,21 @@ class OrtSession:
         ids: Array | None = None,
         no_single_rows: bool = False,
         name: str = TARGET,
-        timed: Timed | None = None,
+        costs: CallCosts | None = None,
     ) -> None:
         """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
         logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks). `ids`: the
         token of each logit, of a draft with a reduced vocabulary.
         `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
         which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it.
-        `name`: of the model, for `timed`."""
+        `name`: of the model, for `costs`."""
         self._session = load_engine(engine)
         self._signature = signature
         self._vocabulary_size = vocabulary_size
         self._ids = ids
         self._cache = cache
         self._no_single_rows = no_single_rows
-        self._name, self._timed = name, timed
+        self._name, self._costs = name, costs
         self._cache_version = -1
         self._length = 0
         self._nodes = Ancestry()
@@ -112,10 +109,12 @@ class OrtSession:
         hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
-        if self._timed is not None and len(tokens) <= WIDEST_TIMED:
-            self._timed(self._name, len(tokens), time.perf_counter() - start)
+        timed = None
+        if self._costs is not None:
+            self._costs.call(self._name, 1, len(tokens), time.perf_counter() - start)
+            timed = self._costs.observe
         return Output(
-            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, self._timed),
+            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, timed),
             None if hidden is None else hidden[:wanted].astype(np.float32, copy=False),
         )
 
@@ -168,7 +167,7 @@ class OrtLoader:
             dtype,
             vocabulary_size,
             no_single_rows=self._no_single_rows,
-            timed=self._costs.observe,
+            costs=self._costs,
         )
 
     def draft(
@@ -181,7 +180,7 @@ class OrtLoader:
         vocabulary_size: int,
         ids: Array | None = None,
     ) -> OrtSession:
-        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids, name=name, timed=self._costs.observe)
+        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids, name=name, costs=self._costs)
 
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None

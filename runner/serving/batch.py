@@ -1,7 +1,7 @@
 """Engines and KV caches of several sequences: one call reads tokens of many slots."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from specrun.engines.signature import (
     past,
     present,
 )
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.kv_cache import FIRST_ROWS
-from specrun.runner.session_ort import WIDEST_TIMED
 from specrun.runner.tree import padded_mask
 
 Array = np.ndarray[Any, Any]
@@ -108,13 +108,14 @@ class BatchEngine:
         signature: Signature,
         cache: BatchCache,
         dtype: str,
-        timed: Callable[[int, float], None],
+        costs: CallCosts,
+        name: str,
         no_single_rows: bool,
     ) -> None:
-        """`timed`: gets rows and seconds of each call. `no_single_rows`: of a quantized target, see `OrtSession`; it is
+        """`costs`: gets each call, under `name`. `no_single_rows`: of a quantized target, see `OrtSession`; it is
         the attention of each sequence that rounds a single row otherwise, however many sequences there are."""
         self._no_single_rows = no_single_rows
-        self._timed = timed
+        self._costs, self._name = costs, name
         self._session = load_engine(engine)
         self._signature = signature
         self._cache = cache
@@ -159,8 +160,7 @@ class BatchEngine:
         hidden = self._bind_output(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
-        if width <= WIDEST_TIMED:
-            self._timed(batch * width, time.perf_counter() - start)
+        self._costs.call(self._name, batch, width, time.perf_counter() - start)
         found = []
         for call in calls:
             at, count = call.slot - first, len(call.tokens)

@@ -35,8 +35,14 @@ class Metrics:
         }
         for name, value in gauges.items():
             Gauge(f"specrun:{name}", "", registry=registry).set_function(value)
-        self._rounds = Gauge(
-            "specrun:decided_rounds", "Rounds by how far they were to guess.", ["lookup", "draft"], registry=registry
+        self._drafted_rounds = Gauge(
+            "specrun:drafted_rounds", "Rounds by how far ahead a draft was to guess.", ["positions"], registry=registry
+        )
+        self._verified_rounds = Gauge(
+            "specrun:verified_rounds",
+            "Rounds of the batch by how many guesses of a request were verified at most.",
+            ["nodes"],
+            registry=registry,
         )
 
     def answered(self, status: int) -> None:
@@ -53,6 +59,10 @@ class Metrics:
             self._accepted_at.labels(str(position)).inc(count)
 
     def render(self) -> bytes:
-        for reach, count in list(self._service.pace.decisions.items()):
-            self._rounds.labels(str(reach.lookup), str(reach.draft)).set(count)
+        for gauge, counts in (
+            (self._drafted_rounds, self._service.pace.drafted),
+            (self._verified_rounds, self._service.pace.verified),
+        ):
+            for label, count in list(counts.items()):
+                gauge.labels(str(label)).set(count)
         return generate_latest(self._registry)

@@ -10,9 +10,8 @@ from typing import Any
 
 import greenlet
 
+from specrun.runner.call_costs import WIDE
 from specrun.runner.serving.batch import BatchEngine, SlotCall
-
-WIDE = 20  # tokens; wider calls are pieces of a prompt, and run alone
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,11 @@ class Scheduler:
         self._target = target
         self._main = greenlet.getcurrent()
         self._waiting: list[Waiting] = []  # the longest waiting first
+        self._meeting: list[greenlet.greenlet] = []
 
     @property
     def idle(self) -> bool:
-        return not self._waiting
+        return not (self._waiting or self._meeting)
 
     def spawn(self, run: Callable[[], Any]) -> "greenlet.greenlet":
         """Start a generation; it runs up to its first engine call."""
@@ -46,6 +46,7 @@ class Scheduler:
     def cancel(self, task: "greenlet.greenlet", error: BaseException) -> None:
         """End a generation: `error` is raised where it waits."""
         self._waiting = [each for each in self._waiting if each.task is not task]
+        self._meeting = [each for each in self._meeting if each is not task]
         if not task.dead:
             task.throw(error)
 
@@ -54,17 +55,30 @@ class Scheduler:
         self._waiting.append(Waiting(greenlet.getcurrent(), engine, call))
         return self._main.switch()
 
+    def meet(self) -> None:
+        """For a generation: wait until no draft is at work, so until all have their guesses. Those that met go on one
+        after another, before anything else is done."""
+        self._meeting.append(greenlet.getcurrent())
+        self._main.switch()
+
     def step(self) -> None:
         """One engine call for everyone who can share it, and what follows from it; then a piece of a prompt, so that
         prompts and answers get their turns."""
-        narrow = [each for each in self._waiting if len(each.call.tokens) <= WIDE]
-        drafts = [each for each in narrow if each.engine is not self._target()]
-        first = (drafts or narrow)[:1]
+        drafts = [each for each in self._narrow() if each.engine is not self._target()]
+        if not drafts:
+            met, self._meeting = self._meeting, []
+            for task in met:
+                if not task.dead:
+                    task.switch()
+        first = (drafts or self._narrow())[:1]
         if first:
-            self._run([each for each in narrow if each.engine is first[0].engine])
+            self._run([each for each in self._narrow() if each.engine is first[0].engine])
         wide = next((each for each in self._waiting if len(each.call.tokens) > WIDE), None)
         if wide is not None and not drafts:
             self._run([wide])
+
+    def _narrow(self) -> list[Waiting]:
+        return [each for each in self._waiting if len(each.call.tokens) <= WIDE]
 
     def _run(self, group: list[Waiting]) -> None:
         self._waiting = [each for each in self._waiting if each not in group]

@@ -14,9 +14,11 @@ from typing import Any
 from specrun.engines.backend import ORT
 from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.engines.manifest import Bundle
+from specrun.runner.call_costs import WIDEST_TIMED
 from specrun.runner.pace import Pace
 from specrun.runner.runner import Event, Request, Runner
 from specrun.runner.serving.slots import SlotLoader, Slots
+from specrun.runner.session import Session
 from specrun.runner.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ IDLE_SECONDS = 0.5  # how long the thread sleeps at most while nothing runs; new
 
 
 WARM_UP = Request((1, 2, 3, 1, 2, 3), max_tokens=8)
+WARM_UP_WIDTHS = (1, 2, 4, 8, 16)
 
 
 class BusyError(SpecrunError):
@@ -69,6 +72,12 @@ class Load:
     running: int
     waiting: int
     slots: int
+
+
+def _read(session: Session, width: int) -> None:
+    session.truncate(0)
+    session.grow([1] * width, range(-1, width - 1))
+    session.truncate(0)
 
 
 class Service:
@@ -181,16 +190,26 @@ class Service:
 
     def _load(self) -> None:
         self._slots = Slots(self.bundle, self._slots_count)
-        self._pace = Pace(self._slots.costs)
+        self._pace = Pace(self._slots.costs, self._slots.scheduler.meet)
         self._loaders: list[SlotLoader] = [self._slots.loader(slot) for slot in range(self._slots_count)]
         self._base = Runner(self.bundle, self._loaders[0], self._pace)
         self._runners = [self._base, *(self._base.beside(loader) for loader in self._loaders[1:])]
         self._free = list(range(self._slots_count))
         self._warm_up()
-        self._pace.forget_throughput()
+        self._pace.forget_outcomes()
 
     def _warm_up(self) -> None:
-        """Plain and speculative rounds of some batches, so that the first request finds all loaded and measured."""
+        """Calls of many sizes, plain and speculative rounds, so that the first request finds all loaded and
+        measured."""
+        for width in WARM_UP_WIDTHS:
+            batch = 1
+            while batch <= self._slots_count and batch * width <= WIDEST_TIMED:
+                for _ in range(3):
+                    for runner in self._runners[:batch]:
+                        self._slots.scheduler.spawn(partial(_read, runner.target, width))
+                    while not self._slots.scheduler.idle:
+                        self._slots.scheduler.step()
+                batch *= 2
         batch = 1
         while batch <= self._slots_count:
             for request in (WARM_UP, replace(WARM_UP, k=3), WARM_UP.plain()):

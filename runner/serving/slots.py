@@ -1,7 +1,7 @@
 """Slots: each holds one sequence in the caches that all share, and has a runner of its own."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from specrun.engines.manifest import TARGET, Bundle
 from specrun.engines.signature import Signature
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.kv_cache import require_capacity
 from specrun.runner.logits import HostLogits, Timed
-from specrun.runner.pace import CallCosts
 from specrun.runner.serving.batch import BatchCache, BatchEngine, SlotCall
 from specrun.runner.serving.scheduler import Scheduler
 from specrun.runner.session import Output
@@ -106,9 +106,8 @@ class Slots:
 
     def engine(self, name: str, file: Path, signature: Signature, kv_cache: BatchCache, dtype: str) -> BatchEngine:
         if file not in self._engines:
-            timed = partial(self.costs.observe, name)
             no_single_rows = self._quantized and name == TARGET
-            self._engines[file] = BatchEngine(file, signature, kv_cache, dtype, timed, no_single_rows)
+            self._engines[file] = BatchEngine(file, signature, kv_cache, dtype, self.costs, name, no_single_rows)
         return self._engines[file]
 
 

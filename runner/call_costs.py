@@ -1,0 +1,80 @@
+"""What calls of an engine cost on this machine, learned while they are made."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+WIDE = 20  # tokens a sequence; wider calls read text, they are no rounds
+WIDEST_TIMED = 64  # wider ones would tell little about rounds
+ADAPT_ALL = 0.05  # of a surprise, by which all sizes move together: longer caches, a busier machine
+ADAPT_ONE = 0.1  # of a surprise, by which the size itself moves
+MOST_SURPRISE = 3.0  # a call that took longer by more than this was disturbed
+
+
+class CallCosts:
+    """Seconds of an engine's calls by rows, batch times width: a curve through the sizes that were seen."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, _Curve] = {}
+        self._reading: dict[str, float] = {}
+
+    def call(self, engine: str, batch: int, width: int, seconds: float) -> None:
+        """A call was made."""
+        if width > WIDE:
+            self._reading[engine] = self.reading(engine) + seconds
+        if width <= WIDEST_TIMED:
+            self.observe(engine, batch * width, seconds)
+
+    def reading(self, engine: str) -> float:
+        """Seconds of all wide calls so far."""
+        return self._reading.get(engine, 0.0)
+
+    def observe(self, engine: str, rows: int, seconds: float) -> None:
+        self._curves.setdefault(engine, _Curve()).observe(rows, seconds)
+
+    def predict(self, engine: str, rows: float) -> float | None:
+        """None before anything was measured."""
+        found = self.predict_all(engine, np.array([rows], float))
+        return None if found is None else float(found[0])
+
+    def predict_all(self, engine: str, rows: Array) -> Array | None:
+        """As `predict`, for an array."""
+        return self._curves[engine].predict(rows) if engine in self._curves else None
+
+
+class _Curve:
+    """Sizes are grouped: half a power of two each. Between two groups the curve is straight."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by group, to be multiplied by `_scale`
+        self._counts: dict[int, int] = {}
+        self._scale = 1.0
+        self._points: tuple[Array, Array] | None = None
+
+    def observe(self, rows: int, seconds: float) -> None:
+        group = round(2 * math.log2(rows))
+        self._counts[group] = count = self._counts.get(group, 0) + 1
+        if count <= 2:  # in the first call of its kind, memory was allocated
+            self._seconds[group] = seconds / self._scale
+        else:
+            ratio = seconds / (self._seconds[group] * self._scale)
+            ratio = min(MOST_SURPRISE, max(1 / MOST_SURPRISE, ratio))
+            self._scale *= ratio**ADAPT_ALL
+            self._seconds[group] *= ratio ** max(ADAPT_ONE, 1 / count)
+        self._points = None
+
+    def predict(self, rows: Array) -> Array:
+        if self._points is None:
+            groups = sorted(self._seconds)
+            # More rows never cost less: what looks like it is noise.
+            heights = np.maximum.accumulate([self._seconds[group] for group in groups])
+            self._points = 2.0 ** (np.array(groups) / 2), heights
+        at, heights = self._points
+        found = np.interp(rows, at, heights)
+        if len(at) > 1:
+            slope = (heights[-1] - heights[-2]) / (at[-1] - at[-2])
+            found = np.where(rows > at[-1], heights[-1] + slope * (rows - at[-1]), found)
+        return np.asarray(found * self._scale)
