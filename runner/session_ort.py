@@ -185,26 +185,21 @@ class OrtLoader:
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
     ) -> Callable[[Array], HostLogits]:
-        session = load_engine(engine)
-
-        def heads(hidden: Array) -> HostLogits:
-            start = time.perf_counter()
-            (logits,) = session.run(None, {HIDDEN_STATES: hidden[None, None].astype(dtype, copy=False)})
-            self._costs.observe(name, 1, time.perf_counter() - start)
-            return HostLogits(
-                logits[0, 0, :, :vocabulary_size].astype(np.float32, copy=False), ids, self._costs.observe
-            )
-
-        return heads
+        run = self.rows(name, engine, dtype)
+        return lambda hidden: HostLogits(run(hidden[None])[0, :, :vocabulary_size], ids, self._costs.observe)
 
     def fuse(self, engine: Path, shape: tuple[int, int], dtype: str) -> Callable[[Array], Array]:
+        return self.rows(FUSE, engine, dtype)
+
+    def rows(self, name: str, engine: Path, dtype: str) -> Callable[[Array], Array]:
+        """What an engine without a cache makes of hidden states: float32 [rows, ...] of [rows, width]."""
         session = load_engine(engine)
 
-        def fuse(hidden: Array) -> Array:
+        def run(hidden: Array) -> Array:
             start = time.perf_counter()
-            (features,) = session.run(None, {HIDDEN_STATES: hidden[None].astype(dtype, copy=False)})
+            (found,) = session.run(None, {HIDDEN_STATES: hidden[None].astype(dtype, copy=False)})
             if len(hidden) <= WIDEST_TIMED:
-                self._costs.observe(FUSE, len(hidden), time.perf_counter() - start)
-            return np.asarray(features[0], np.float32)
+                self._costs.observe(name, len(hidden), time.perf_counter() - start)
+            return np.asarray(found[0], np.float32)
 
-        return fuse
+        return run

@@ -1,7 +1,7 @@
 """Engines and KV caches of several sequences: one call reads tokens of many slots."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,19 @@ class SlotCall:
     @property
     def written(self) -> int:
         return self.length + self.before
+
+
+class RowEngine:
+    """Calls on hidden states that know nothing of each other: Medusa's heads, EAGLE-3's fusion."""
+
+    def __init__(self, run: Callable[[Array], Array]) -> None:
+        """`run`: [rows, ...] out of [rows, width]."""
+        self.run = run
+
+    def call(self, calls: Sequence[Array]) -> list[Array]:
+        """What each gets of one call for all."""
+        ends = np.cumsum([len(rows) for rows in calls])
+        return np.split(self.run(np.concatenate(calls)), ends[:-1])
 
 
 class BatchEngine:

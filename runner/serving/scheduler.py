@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import greenlet
+import numpy as np
 
 from specrun.runner.call_costs import WIDE
-from specrun.runner.serving.batch import BatchEngine, SlotCall
+from specrun.runner.serving.batch import BatchEngine, RowEngine, SlotCall
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class Waiting:
     """A generation that waits for an engine."""
 
     task: "greenlet.greenlet"
-    engine: BatchEngine
-    call: SlotCall
+    engine: BatchEngine | RowEngine
+    call: Any  # what the engine takes
+    width: int
 
 
 class Scheduler:
@@ -50,9 +54,9 @@ class Scheduler:
         if not task.dead:
             task.throw(error)
 
-    def wait(self, engine: BatchEngine, call: SlotCall) -> Any:
-        """For a generation: what `engine` makes of `call`. Others run meanwhile."""
-        self._waiting.append(Waiting(greenlet.getcurrent(), engine, call))
+    def wait(self, engine: BatchEngine | RowEngine, call: SlotCall | Array, width: int) -> Any:
+        """For a generation: what `engine` makes of `call`, which has `width` rows. Others run meanwhile."""
+        self._waiting.append(Waiting(greenlet.getcurrent(), engine, call, width))
         return self._main.switch()
 
     def meet(self) -> None:
@@ -73,12 +77,12 @@ class Scheduler:
         first = (drafts or self._narrow())[:1]
         if first:
             self._run([each for each in self._narrow() if each.engine is first[0].engine])
-        wide = next((each for each in self._waiting if len(each.call.tokens) > WIDE), None)
+        wide = next((each for each in self._waiting if each.width > WIDE), None)
         if wide is not None and not drafts:
             self._run([wide])
 
     def _narrow(self) -> list[Waiting]:
-        return [each for each in self._waiting if len(each.call.tokens) <= WIDE]
+        return [each for each in self._waiting if each.width <= WIDE]
 
     def _run(self, group: list[Waiting]) -> None:
         self._waiting = [each for each in self._waiting if each not in group]

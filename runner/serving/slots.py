@@ -9,10 +9,10 @@ import numpy as np
 
 from specrun.engines.manifest import TARGET, Bundle
 from specrun.engines.signature import Signature
-from specrun.runner.call_costs import CallCosts
+from specrun.runner.call_costs import WIDE, CallCosts
 from specrun.runner.kv_cache import require_capacity
-from specrun.runner.logits import HostLogits, Timed
-from specrun.runner.serving.batch import BatchCache, BatchEngine, SlotCall
+from specrun.runner.logits import FUSE, HostLogits, Timed
+from specrun.runner.serving.batch import BatchCache, BatchEngine, RowEngine, SlotCall
 from specrun.runner.serving.scheduler import Scheduler
 from specrun.runner.session import Output
 from specrun.runner.session_ort import OrtLoader
@@ -61,7 +61,7 @@ class SlotSession:
         require_capacity(self._length + before + len(tokens), self._cache.capacity)
         depths, mask = self._nodes.add(parents)
         call = SlotCall(self._slot, tokens, depths, mask, self._length, before, features)
-        logits, hidden = self._scheduler.wait(self._engine, call)
+        logits, hidden = self._scheduler.wait(self._engine, call, len(tokens))
         rows = logits[:, : self._vocabulary_size].astype(np.float32, copy=False)
         return Output(HostLogits(rows, self._ids), None if hidden is None else hidden.astype(np.float32, copy=False))
 
@@ -93,8 +93,11 @@ class Slots:
         self._target_file = bundle.engine(TARGET)
         self.scheduler = Scheduler(lambda: self._engines[self._target_file])
         self.costs = CallCosts()
-        host = OrtLoader(no_single_rows=False, costs=self.costs)
-        self.heads, self.fuse = cache(host.heads), cache(host.fuse)
+        self._host = OrtLoader(no_single_rows=False, costs=self.costs)
+        self.rows = cache(self._load_rows)
+
+    def _load_rows(self, name: str, engine: Path, dtype: str) -> RowEngine:
+        return RowEngine(self._host.rows(name, engine, dtype))
 
     def loader(self, slot: int) -> "SlotLoader":
         return SlotLoader(self, slot)
@@ -146,8 +149,18 @@ class SlotLoader:
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
     ) -> Callable[[Array], HostLogits]:
-        found = self._slots.heads(name, engine, shape, dtype, vocabulary_size, None)
-        return lambda hidden: HostLogits(found(hidden).rows, ids, self._slots.costs.observe)
+        run = self._rows(name, engine, dtype)
+        return lambda hidden: HostLogits(run(hidden[None])[0, :, :vocabulary_size], ids, self._slots.costs.observe)
 
     def fuse(self, engine: Path, shape: tuple[int, int], dtype: str) -> Callable[[Array], Array]:
-        return self._slots.fuse(engine, shape, dtype)
+        return self._rows(FUSE, engine, dtype)
+
+    def _rows(self, name: str, engine: Path, dtype: str) -> Callable[[Array], Array]:
+        opened = self._slots.rows(name, engine, dtype)
+
+        def run(hidden: Array) -> Array:
+            if len(hidden) > WIDE:  # of a prompt: cheaper than waiting for others
+                return opened.run(hidden)
+            return np.asarray(self._slots.scheduler.wait(opened, hidden, len(hidden)))
+
+        return run
