@@ -38,20 +38,23 @@ def decode(
     statistics: Statistics,
     observe: Observer | None = None,
     pace: RequestPace | None = None,
+    reused: int = 0,
 ) -> Iterator[Token]:
     """Yield the tokens that follow `prompt`, one by one; the last one carries the finish reason.
 
     The prompt must be shorter than the target's capacity. A token in `stop_token_ids` is emitted and ends the
     generation; nothing after it is, even if the same round accepted more. `pace` decides how far each round guesses, up
     to the limits' k, and what of it is verified; without it all go that far.
+    `reused`: tokens of the prompt, not all, whose rows the target's cache holds.
     """
     tokens = list(prompt)
     remaining = min(limits.max_tokens, target.capacity - len(tokens))
     statistics.prompt_tokens = len(prompt)
-    target.truncate(0)
+    statistics.reused_tokens = reused
+    target.truncate(reused)
     if proposer is not None:
-        proposer.start()
-    for start in range(0, len(tokens) - 1, limits.prefill_width):
+        proposer.start(reused)
+    for start in range(reused, len(tokens) - 1, limits.prefill_width):
         with statistics.timed("prefill"):
             output = feed(target, tokens[start : min(start + limits.prefill_width, len(tokens) - 1)])
         if proposer is not None:

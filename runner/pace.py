@@ -154,11 +154,17 @@ class Pace:
 
     @contextmanager
     def request(
-        self, sources: Iterable[Source], reach: Reach, cost: DraftCost | None, tokens: int, remaining: int
+        self,
+        sources: Iterable[Source],
+        reach: Reach,
+        cost: DraftCost | None,
+        tokens: int,
+        remaining: int,
+        reused: int = 0,
     ) -> "Iterator[RequestPace]":
         """One request while it runs. `reach`: the furthest allowed. `cost`: of its draft, if it has one. `tokens`: of
-        its prompt; `remaining`: that it may write."""
-        pace = RequestPace(self, frozenset(sources), reach, cost, tokens, remaining)
+        its prompt; `remaining`: that it may write; `reused`: of the prompt, that need not be read."""
+        pace = RequestPace(self, frozenset(sources), reach, cost, tokens, remaining, reused)
         if not self.running:
             self._decided_at = -1
         self.running.append(pace)
@@ -315,6 +321,7 @@ class RequestPace:
         cost: DraftCost | None,
         tokens: int,
         remaining: int,
+        reused: int,
     ) -> None:
         self._pace = pace
         self.sources, self.reach, self.cost = sources, reach, cost
@@ -326,7 +333,7 @@ class RequestPace:
         self._probing = False
         self._began = 0.0
         self._tokens, self._remaining = tokens, remaining
-        self._drafted_at = 0  # tokens when the draft was last asked
+        self._drafted_at = reused  # tokens when the draft was last asked
         self._read: tuple[float, float] = 0.0, 0.0  # seconds of wide calls so far, of target and draft
 
     def plan(self, tokens: int, remaining: int) -> int:

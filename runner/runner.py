@@ -224,19 +224,24 @@ class Runner:
         return Chooser(request.sampling, processor)
 
     def stream(
-        self, request: Request, statistics: Statistics | None = None, observe: Observer | None = None
+        self,
+        request: Request,
+        statistics: Statistics | None = None,
+        observe: Observer | None = None,
+        reused: int = 0,
     ) -> Iterator[Event]:
         """Generate, yielding each token as it is decided. The last event carries the finish reason.
 
-        `statistics` is filled in while it runs. Raises RequestError, GrammarError or LogitsError.
+        `statistics` is filled in while it runs. `reused`: as in `decode`.
+        Raises RequestError, GrammarError or LogitsError.
         """
         self.check(request)
         statistics = statistics or Statistics()
         chooser = self.chooser(replace(request, sampling=request.sampling.with_seed()))
         name = self._proposer_name(request)
         limits = self._limits(request, name)
-        with self._paced(name, limits, request) as pace:
-            yield from self._stream(request, statistics, observe, chooser, name, limits, pace)
+        with self._paced(name, limits, request, reused) as pace:
+            yield from self._stream(request, statistics, observe, chooser, name, limits, pace, reused)
 
     def _stream(
         self,
@@ -247,6 +252,7 @@ class Runner:
         name: str,
         limits: Limits,
         pace: RequestPace | None,
+        reused: int,
     ) -> Iterator[Event]:
         proposer = self._proposer(name, request, pace)
         logprobs: TokenLogprobs | None = None
@@ -268,6 +274,7 @@ class Runner:
             statistics,
             look if looked_at else None,
             pace,
+            reused,
         )
         text = TextStream(self.tokenizer, request.stop, request.processing.min_tokens)
         for token in tokens:
@@ -345,7 +352,7 @@ class Runner:
         )
 
     @contextmanager
-    def _paced(self, name: str, limits: Limits, request: Request) -> Iterator[RequestPace | None]:
+    def _paced(self, name: str, limits: Limits, request: Request, reused: int) -> Iterator[RequestPace | None]:
         """What decides how far rounds speculate; nothing does where the request says who proposes or how far, or gives
         up that speculation leaves the output alone."""
         chosen = request.proposer is not None or request.k is not None
@@ -361,7 +368,7 @@ class Runner:
         nodes = self.bundle.manifest.nodes if request.nodes is None else request.nodes
         breadth = TreeShape.of(nodes).breadth if draft.endswith(TREE_SUFFIX) else 1
         cost = DraftCost(kind, kind != MEDUSA, breadth, kind not in (MEDUSA, EARLY_EXIT)) if draft else None
-        with self._pace.request(sources, reach, cost, len(request.prompt_ids), limits.max_tokens) as pace:
+        with self._pace.request(sources, reach, cost, len(request.prompt_ids), limits.max_tokens, reused) as pace:
             yield pace
 
     def _proposer(self, name: str, request: Request, pace: RequestPace | None) -> Proposer | None:

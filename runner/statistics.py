@@ -14,6 +14,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.reused_tokens = 0  # of the prompt, not read again
         self.emitted = 0
         self.rounds = 0
         self.proposed = 0  # nodes
@@ -64,6 +65,7 @@ class Statistics:
     def to_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
             "tokens": self.emitted,
             "rounds": self.rounds,
             "acceptance_length": self.acceptance_length,

@@ -20,6 +20,13 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--queue", "queue_size", type=int, default=64, show_default=True, help="Requests that may wait; then 429."
 )
+@click.option(
+    "--prefix-cache",
+    type=click.IntRange(min=0),
+    default=1024,
+    show_default=True,
+    help="MiB for KV rows of requests that have ended, for requests that begin alike; 0: none.",
+)
 @click.option("--max-tokens", type=int, help="That a request may ask for; default: what the capacity leaves.")
 @click.option("--max-choices", type=int, default=8, show_default=True, help="n that a request may ask for.")
 @click.option("--max-body", type=int, default=4, show_default=True, help="MiB of a request's body.")
@@ -32,6 +39,7 @@ def serve(
     port: int,
     slots: int,
     queue_size: int,
+    prefix_cache: int,
     max_tokens: int | None,
     max_choices: int,
     max_body: int,
@@ -49,7 +57,7 @@ def serve(
         raise UnfitError(f"serving needs {error.name}, which is not installed: pip install 'specrun[serve]'") from error
     if slots < 1 or queue_size < 0:
         raise RequestError(f"got {slots} slots and a queue of {queue_size}, expected at least 1 and 0")
-    service = Service.open(bundle, slots, queue_size)
+    service = Service.open(bundle, slots, queue_size, prefix_cache << 20)
     limits = Limits(max_body << 20, max_choices, max_tokens, timeout)
     app = make_app(service, limits, api_key, drain)
     logger.info("serving %s at http://%s:%d", service.bundle.manifest.target.name, host, port)

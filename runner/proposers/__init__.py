@@ -11,8 +11,8 @@ from specrun.runner.types import Proposal
 class Proposer(Protocol):
     """Guesses what the target will choose. A wrong guess costs time, never correctness."""
 
-    def start(self) -> None:
-        """Begin a new sequence."""
+    def start(self, reused: int = 0) -> None:
+        """Begin a new sequence. `reused`: tokens of it that the caches hold already; a draft's may hold fewer."""
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         """The target has read and committed more tokens of the sequence. `hidden` float32 [tokens, taps * hidden]:

@@ -23,8 +23,8 @@ class DraftModel:
         self._fed: list[tuple[int, int]] = []  # token and parent of the nodes that the session holds
         self._room = DraftRoom(session, shape.breadth)
 
-    def start(self) -> None:
-        self._session.truncate(0)
+    def start(self, reused: int = 0) -> None:
+        self._session.truncate(min(self._session.length, reused))
         self._fed.clear()
         self._room.reset()
 

@@ -16,7 +16,8 @@ Array = np.ndarray[Any, Any]
 
 
 class Eagle:
-    """Row t of the head's cache is token t + 1 beside the target's states at t, which led to it. While drafting, the
+    """Row t of the head's cache is token t + 1 beside the target's states at t, which led to it (behind a
+    gap, a later token). While drafting, the
     head's own states stand in; they are replaced by the target's after each round."""
 
     def __init__(
@@ -35,8 +36,10 @@ class Eagle:
         self._unread: list[Array] = []  # the target's states at tokens that the head has not read
         self._states: list[Array] = []  # of the nodes fed since, the committed tokens' last one in front
 
-    def start(self) -> None:
-        self._session.truncate(0)
+    def start(self, reused: int = 0) -> None:
+        # Where the head has read less than the target, the states in between are gone: it goes on behind the gap,
+        # without it. Its guesses know less then.
+        self._session.truncate(min(self._session.length, reused))
         self._unread.clear()
         self._room.reset()
 
@@ -61,7 +64,7 @@ class Eagle:
         """Read the tokens that the target has read, each beside the states that led to it."""
         features = self._fuse(np.concatenate(self._unread))
         self._unread.clear()
-        missing = tokens[self._session.length + 1 :]
+        missing = tokens[len(tokens) - len(features) :]
         for start in range(0, len(missing), self._prefill_width):
             part = slice(start, start + self._prefill_width)
             output = feed(self._session, missing[part], features[part])

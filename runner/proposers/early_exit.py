@@ -22,7 +22,7 @@ class EarlyExit:
         self._shape = shape
         self._room = DraftRoom(session, shape.breadth)
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         self._room.reset()
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:

@@ -24,7 +24,7 @@ class Medusa:
         self._shape = shape
         self._hidden: Array | None = None
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         self._hidden = None
 
     def observe(self, hidden: Array | None) -> None:

@@ -29,7 +29,7 @@ class NGramLookup:
         self._prediction = list(prediction)
         self.start()
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence
         self._indexed = 0
         self._all = list(self._prediction)  # and the tokens of the sequence

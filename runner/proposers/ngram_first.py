@@ -24,9 +24,9 @@ class NGramFirst:
         self._draft = draft
         self._reach = reach
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         self._lookup.start()
-        self._draft.start()
+        self._draft.start(reused)
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:
         self._draft.observe(hidden)

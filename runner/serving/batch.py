@@ -72,6 +72,17 @@ class BatchCache:
         self.rows = rows
         self.version += 1
 
+    def read(self, slot: int, count: int) -> dict[tuple[int, str], Array]:
+        """A copy of a slot's first rows, [kv_heads, count, head_dim]."""
+        return {part: array[slot, :, :count].copy() for part, array in self._arrays.items()}
+
+    def write(self, slot: int, rows: dict[tuple[int, str], Array], count: int) -> None:
+        """Give a slot that has none its first rows."""
+        self.reserve(count)
+        for part, array in rows.items():
+            self._arrays[part][slot, :, :count] = array[:, :count]
+        self.written[slot] = max(self.written[slot], count)
+
     def gather(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Move `rows` of a slot, ascending and counted from `start`, together to `start`."""
         first = next((at for at, row in enumerate(rows) if row != at), len(rows))  # those before are in place

@@ -15,7 +15,8 @@ class Metrics:
         self._service = service
         registry = self._registry = CollectorRegistry()
         self._requests = Counter("specrun:requests", "Requests by HTTP status.", ["status"], registry=registry)
-        self._prompt = Counter("specrun:prompt_tokens", "Tokens read.", registry=registry)
+        self._prompt = Counter("specrun:prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._reused = Counter("specrun:prefix_cache_hits", "Prompt tokens not read again.", registry=registry)
         self._written = Counter("specrun:generation_tokens", "Tokens written.", registry=registry)
         self._drafts = Counter("specrun:spec_decode_num_drafts", "Rounds with a proposal.", registry=registry)
         self._drafted = Counter("specrun:spec_decode_num_draft_tokens", "Proposed tokens.", registry=registry)
@@ -31,6 +32,7 @@ class Metrics:
         gauges = {
             "num_requests_running": lambda: service.load.running,
             "num_requests_waiting": lambda: service.load.waiting,
+            "prefix_cache_bytes": lambda: service.prefixes.size,
             "kv_cache_usage_perc": lambda: service.load.running / service.load.slots,
         }
         for name, value in gauges.items():
@@ -51,6 +53,7 @@ class Metrics:
     def finished(self, statistics: Statistics) -> None:
         """One choice has ended, however."""
         self._prompt.inc(statistics.prompt_tokens)
+        self._reused.inc(statistics.reused_tokens)
         self._written.inc(statistics.emitted)
         self._drafts.inc(statistics.proposed_at[0])
         self._drafted.inc(statistics.proposed)

@@ -84,6 +84,7 @@ class Replies:
             "prompt_tokens": prompt,
             "completion_tokens": written,
             "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": self.choices[0].statistics.reused_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": max(0, predicted - accepted),

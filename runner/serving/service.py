@@ -17,6 +17,7 @@ from specrun.engines.manifest import Bundle
 from specrun.runner.call_costs import WIDEST_TIMED
 from specrun.runner.pace import Pace
 from specrun.runner.runner import Event, Request, Runner
+from specrun.runner.serving.prefix_cache import PrefixCache
 from specrun.runner.serving.slots import SlotLoader, Slots
 from specrun.runner.session import Session
 from specrun.runner.statistics import Statistics
@@ -83,8 +84,10 @@ def _read(session: Session, width: int) -> None:
 class Service:
     """Runs requests side by side. `submit` and `cancel` may be called from any thread."""
 
-    def __init__(self, bundle: Bundle, slots: int, queue_size: int) -> None:
-        """Raises UnfitError for bundles that it cannot serve, or an error of the engine."""
+    def __init__(self, bundle: Bundle, slots: int, queue_size: int, prefix_bytes: int = 1 << 30) -> None:
+        """`prefix_bytes`: for rows of sequences that have ended; 0: nothing is reused.
+
+        Raises UnfitError for bundles that it cannot serve, or an error of the engine."""
         if bundle.manifest.backend != ORT:
             raise UnfitError(
                 f"{bundle.path} is for the backend {bundle.manifest.backend}; `specrun serve` runs several requests at "
@@ -93,6 +96,7 @@ class Service:
         self.bundle = bundle
         self.queue_size = queue_size
         self._slots_count = slots
+        self.prefixes = PrefixCache(prefix_bytes)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
@@ -111,9 +115,9 @@ class Service:
             raise self._failure
 
     @classmethod
-    def open(cls, path: Path, slots: int, queue_size: int) -> "Service":
+    def open(cls, path: Path, slots: int, queue_size: int, prefix_bytes: int = 1 << 30) -> "Service":
         """Check, load and warm up the bundle at `path`."""
-        service = cls(Bundle.open(path), slots, queue_size)
+        service = cls(Bundle.open(path), slots, queue_size, prefix_bytes)
         service.start()
         return service
 
@@ -217,8 +221,8 @@ class Service:
                     self._slots.scheduler.spawn(partial(runner.generate, request))
                 while not self._slots.scheduler.idle:
                     self._slots.scheduler.step()
-                for slot in range(batch):
-                    self._release(slot)
+                for loader in self._loaders[:batch]:
+                    loader.release()
             batch *= 2
 
     def _read_inbox(self) -> None:
@@ -244,9 +248,14 @@ class Service:
         """Runs as a greenlet."""
         assert generation.slot is not None
         error: BaseException | None = None
+        loader, request = self._loaders[generation.slot], generation.request
+        tokens = list(request.prompt_ids)
         try:
-            for event in self._runners[generation.slot].stream(generation.request, generation.statistics):
+            reused = loader.recall(tokens, self.prefixes)
+            for event in self._runners[generation.slot].stream(request, generation.statistics, reused=reused):
+                tokens.append(event.token.id)
                 generation.sink(event)
+            loader.remember(tokens, self.prefixes)
         except BaseException as raised:
             error = raised
         self._finish(generation)
@@ -271,12 +280,8 @@ class Service:
         assert generation.slot is not None
         generation.ended = True
         self._running.remove(generation)
-        self._release(generation.slot)
+        self._loaders[generation.slot].release()
         self._free.append(generation.slot)
-
-    def _release(self, slot: int) -> None:
-        for session in self._loaders[slot].sessions:
-            session.release()
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

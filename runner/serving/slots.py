@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from specrun.engines.manifest import TARGET, Bundle
+from specrun.engines.manifest import EARLY_EXIT, TARGET, Bundle
 from specrun.engines.signature import Signature
 from specrun.runner.call_costs import WIDE, CallCosts
 from specrun.runner.kv_cache import require_capacity
 from specrun.runner.logits import FUSE, HostLogits, Timed
 from specrun.runner.serving.batch import BatchCache, BatchEngine, RowEngine, SlotCall
+from specrun.runner.serving.prefix_cache import PrefixCache
 from specrun.runner.serving.scheduler import Scheduler
 from specrun.runner.session import Output
 from specrun.runner.session_ort import OrtLoader
@@ -80,6 +81,16 @@ class SlotSession:
         self.truncate(0)
         self._cache.written[self._slot] = 0
 
+    def rows(self) -> dict[tuple[int, str], Array]:
+        """A copy of the committed tokens' rows."""
+        return self._cache.read(self._slot, self._length)
+
+    def take_rows(self, rows: dict[tuple[int, str], Array], count: int) -> None:
+        """Begin with the first `count` of `rows`, or all if they are fewer; without any other."""
+        count = min(count, *(array.shape[1] for array in rows.values()))
+        self._cache.write(self._slot, rows, count)
+        self.truncate(count)
+
 
 class Slots:
     """The engines and caches of a bundle, for several sequences."""
@@ -119,7 +130,7 @@ class SlotLoader:
 
     def __init__(self, slots: Slots, slot: int) -> None:
         self._slots, self._slot = slots, slot
-        self.sessions: list[SlotSession] = []
+        self._sessions: dict[str, SlotSession] = {}
 
     def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> BatchCache:
         return self._slots.cache(name, signature, dtype, capacity)
@@ -143,8 +154,32 @@ class SlotLoader:
         session = SlotSession(
             self._slots.scheduler, opened, cache, self._slot, vocabulary_size, ids, self._slots.costs.observe
         )
-        self.sessions.append(session)
+        self._sessions[name] = session
         return session
+
+    def release(self) -> None:
+        """The sequence has ended."""
+        for session in self._sessions.values():
+            session.release()
+
+    def remember(self, tokens: Sequence[int], kept: PrefixCache) -> None:
+        """Keep the rows of a sequence that has ended. `tokens`: at least those that were read."""
+        target = self._sessions[TARGET]
+        if kept.enabled and target.length:
+            # An early exit has no rows of its own.
+            own = {name: session for name, session in self._sessions.items() if name != EARLY_EXIT and session.length}
+            kept.put(tokens[: target.length], {name: session.rows() for name, session in own.items()})
+
+    def recall(self, prompt: Sequence[int], kept: PrefixCache) -> int:
+        """Begin with rows that hold for `prompt`; returns how many of its tokens need not be read."""
+        found = kept.find(prompt)
+        if found is None:
+            return 0
+        ended, count = found
+        for name, rows in ended.rows.items():
+            if name in self._sessions:
+                self._sessions[name].take_rows(rows, count)
+        return count
 
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None

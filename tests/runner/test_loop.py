@@ -61,7 +61,7 @@ class Scripted:
         self._truth = [*PROMPT, *truth]
         self._guess = guess
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         pass
 
     def observe(self, hidden: np.ndarray[Any, Any] | None) -> None:

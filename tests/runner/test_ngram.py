@@ -80,7 +80,7 @@ class Draft:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def start(self) -> None:
+    def start(self, reused: int = 0) -> None:
         self.told.append("start")
 
     def observe(self, hidden: object) -> None:

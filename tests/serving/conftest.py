@@ -53,6 +53,15 @@ def served_bundle(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Pat
     )
 
 
+@pytest.fixture(scope="session", params=["fp32", "int8"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Bundle:
+    """Target and draft model."""
+    draft = tiny.make_model(tiny.llama(num_hidden_layers=1), seed=1, sharpness=12.0)
+    directory = tmp_path_factory.mktemp(request.param)
+    checkpoint = tiny.save_checkpoint(directory / "draft", draft)
+    return tiny.make_bundle(directory, deep_checkpoint, checkpoint, precision=request.param, accept_quality_loss=True)
+
+
 @pytest.fixture(scope="session")
 def solo(served_bundle: Bundle) -> Runner:
     """The same bundle for one request at a time."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -10,17 +9,8 @@ from specrun.engines.manifest import Bundle
 from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.sampling import Sampling
 from specrun.runner.serving.slots import Slots
-from tests import tiny
 
 SLOTS = 5
-
-
-@pytest.fixture(scope="module", params=["fp32", "int8"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Bundle:
-    draft = tiny.make_model(tiny.llama(num_hidden_layers=1), seed=1, sharpness=12.0)
-    directory = tmp_path_factory.mktemp(request.param)
-    checkpoint = tiny.save_checkpoint(directory / "draft", draft)
-    return tiny.make_bundle(directory, deep_checkpoint, checkpoint, precision=request.param, accept_quality_loss=True)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
