@@ -44,6 +44,10 @@ LONG = 128  # rounds that a request is thought to go on for at most
 UNKNOWN_TRY = 0.3  # seconds that a first try is thought to cost
 
 
+# Gets what was decided, as JSON has it.
+Trace = Callable[[dict[str, Any]], None]
+
+
 class Rate:
     """A share that is estimated from decayed counts, with `prior` where there are few."""
 
@@ -130,7 +134,7 @@ class Pace:
         self,
         costs: CallCosts,
         meet: Callable[[], None] = lambda: None,
-        trace: Callable[[dict[str, Any]], None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """`meet`: returns when every other request of the round has its guesses, too. `trace`: gets every decision."""
         self.costs = costs

@@ -1,4 +1,4 @@
-"""Prompt sets for benchmarks: three built in, or a file of the user's."""
+"""Prompt sets for benchmarks: some built in, or a file of the user's."""
 
 import json
 from importlib import resources
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specrun.engines.errors import RequestError
 
-PROMPT_SETS = ("chat", "code-editing", "summarizing")
+PROMPT_SETS = ("chat", "code-editing", "summarizing", "random-words")
 
 
 def load_prompt_set(name: str) -> list[str]:

@@ -70,6 +70,7 @@ class Request:
     k: int | None = None  # positions ahead
     nodes: int | None = None  # of a proposed tree
     p_min: float | None = None  # what a draft finds less likely is not proposed
+    cache_prompt: bool = True  # a server may keep its KV rows, and take those of an earlier request
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @bundle_argument
-@click.option("--set", "prompt_set", help="chat, code-editing, summarizing or a file; default: one prompt of each.")
+@click.option(
+    "--set", "prompt_set", help="chat, code-editing, summarizing, random-words or a file; default: one prompt of each."
+)
 @click.option("--max-tokens", type=int, default=32, show_default=True, help="Of each output.")
 @json_option
 def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool) -> int:
@@ -57,7 +59,7 @@ def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool)
     "--set",
     "prompt_sets",
     multiple=True,
-    help="chat, code-editing, summarizing or a file; default: all three.",
+    help="chat, code-editing, summarizing, random-words or a file; default: all.",
 )
 @click.option("--proposer", "proposers", multiple=True, help="May be repeated; default: all that the bundle has.")
 @click.option("--k", "ks", type=int, multiple=True, help="May be repeated; default: as built.")
@@ -190,7 +192,7 @@ def _report_writer() -> "Callable[[Sequence[Row], Bundle, Path], None]":
 @bundle_argument
 @click.argument("other", type=click.Path(path_type=Path))
 @click.option(
-    "--set", "prompt_sets", multiple=True, help="chat, code-editing, summarizing or a file; default: all three."
+    "--set", "prompt_sets", multiple=True, help="chat, code-editing, summarizing, random-words or a file; default: all."
 )
 @json_option
 def compare(bundle: Path, other: Path, prompt_sets: tuple[str, ...], as_json: bool) -> None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 @click.option("--max-body", type=int, default=4, show_default=True, help="MiB of a request's body.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that a request may take.")
 @click.option("--drain", type=float, default=30.0, show_default=True, help="Seconds that requests get at shutdown.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines: how far it speculates.")
 @click.option("--api-key", envvar="SPECRUN_API_KEY", help="That clients must send; also SPECRUN_API_KEY.")
 def serve(
     bundle: Path,
@@ -45,6 +46,7 @@ def serve(
     max_body: int,
     timeout: float,
     drain: float,
+    trace: Path | None,
     api_key: str | None,
 ) -> None:
     """Serve BUNDLE: OpenAI's API at /v1, a page at /, /health and /metrics. SIGTERM drains and stops."""
@@ -53,11 +55,13 @@ def serve(
 
         from specrun.runner.serving.app import Limits, make_app
         from specrun.runner.serving.service import Service
+        from specrun.runner.serving.trace_file import TraceFile
     except ModuleNotFoundError as error:
         raise UnfitError(f"serving needs {error.name}, which is not installed: pip install 'specrun[serve]'") from error
     if slots < 1 or queue_size < 0:
         raise RequestError(f"got {slots} slots and a queue of {queue_size}, expected at least 1 and 0")
-    service = Service.open(bundle, slots, queue_size, prefix_cache << 20)
+    writer = None if trace is None else TraceFile(trace)
+    service = Service.open(bundle, slots, queue_size, prefix_cache << 20, writer)
     limits = Limits(max_body << 20, max_choices, max_tokens, timeout)
     app = make_app(service, limits, api_key, drain)
     logger.info("serving %s at http://%s:%d", service.bundle.manifest.target.name, host, port)

@@ -109,6 +109,7 @@ def _body(options: LoadOptions, model: str, prompt: str, mode: str) -> dict[str,
         "temperature": options.temperature,
         "seed": 1,
         "stream": True,
+        "cache_prompt": False,  # the same prompts come again and again
         **({"proposer": "none"} if mode == PLAIN else {}),
     }
 

@@ -95,6 +95,9 @@ class Generation(Strict):
         None, description="one that the bundle has, or none; by default the server decides each round"
     )
     k: int | None = Field(None, ge=1, le=10_000, description="positions ahead, fixed")
+    cache_prompt: bool | None = Field(
+        None, description="false: take no KV rows of earlier requests, and leave none; the output is the same"
+    )
 
     def sampling(self, choice: int) -> Sampling:
         """Of choice number `choice`: each has a seed of its own."""
@@ -153,6 +156,7 @@ class Generation(Strict):
             prediction=prediction,
             proposer=self.proposer,
             k=self.k,
+            cache_prompt=self.cache_prompt is not False,
         )
 
 

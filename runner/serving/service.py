@@ -15,7 +15,7 @@ from specrun.engines.backend import ORT
 from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.engines.manifest import Bundle
 from specrun.runner.call_costs import WIDEST_TIMED
-from specrun.runner.pace import Pace
+from specrun.runner.pace import Pace, Trace
 from specrun.runner.runner import Event, Request, Runner
 from specrun.runner.serving.prefix_cache import PrefixCache
 from specrun.runner.serving.slots import SlotLoader, Slots
@@ -84,8 +84,11 @@ def _read(session: Session, width: int) -> None:
 class Service:
     """Runs requests side by side. `submit` and `cancel` may be called from any thread."""
 
-    def __init__(self, bundle: Bundle, slots: int, queue_size: int, prefix_bytes: int = 1 << 30) -> None:
-        """`prefix_bytes`: for rows of sequences that have ended; 0: nothing is reused.
+    def __init__(
+        self, bundle: Bundle, slots: int, queue_size: int, prefix_bytes: int = 1 << 30, trace: Trace | None = None
+    ) -> None:
+        """`prefix_bytes`: for rows of sequences that have ended; 0: nothing is reused. `trace`:
+        gets every decision on how far to speculate.
 
         Raises UnfitError for bundles that it cannot serve, or an error of the engine."""
         if bundle.manifest.backend != ORT:
@@ -96,6 +99,7 @@ class Service:
         self.bundle = bundle
         self.queue_size = queue_size
         self._slots_count = slots
+        self._trace = trace
         self.prefixes = PrefixCache(prefix_bytes)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Generation] = deque()
@@ -115,9 +119,11 @@ class Service:
             raise self._failure
 
     @classmethod
-    def open(cls, path: Path, slots: int, queue_size: int, prefix_bytes: int = 1 << 30) -> "Service":
+    def open(
+        cls, path: Path, slots: int, queue_size: int, prefix_bytes: int = 1 << 30, trace: Trace | None = None
+    ) -> "Service":
         """Check, load and warm up the bundle at `path`."""
-        service = cls(Bundle.open(path), slots, queue_size, prefix_bytes)
+        service = cls(Bundle.open(path), slots, queue_size, prefix_bytes, trace)
         service.start()
         return service
 
@@ -194,7 +200,7 @@ class Service:
 
     def _load(self) -> None:
         self._slots = Slots(self.bundle, self._slots_count)
-        self._pace = Pace(self._slots.costs, self._slots.scheduler.meet)
+        self._pace = Pace(self._slots.costs, self._slots.scheduler.meet, self._trace)
         self._loaders: list[SlotLoader] = [self._slots.loader(slot) for slot in range(self._slots_count)]
         self._base = Runner(self.bundle, self._loaders[0], self._pace)
         self._runners = [self._base, *(self._base.beside(loader) for loader in self._loaders[1:])]
@@ -251,11 +257,12 @@ class Service:
         loader, request = self._loaders[generation.slot], generation.request
         tokens = list(request.prompt_ids)
         try:
-            reused = loader.recall(tokens, self.prefixes)
+            reused = loader.recall(tokens, self.prefixes) if request.cache_prompt else 0
             for event in self._runners[generation.slot].stream(request, generation.statistics, reused=reused):
                 tokens.append(event.token.id)
                 generation.sink(event)
-            loader.remember(tokens, self.prefixes)
+            if request.cache_prompt:
+                loader.remember(tokens, self.prefixes)
         except BaseException as raised:
             error = raised
         self._finish(generation)

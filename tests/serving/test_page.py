@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from specrun.runner.serving.app import Limits, make_app
-from tests.serving.conftest import Server, running
+from tests.serving.conftest import API_KEY, Server, running
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -14,7 +14,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def test_tokens_arrive_coloured_by_their_origin(server: Server, served_bundle: object) -> None:
     from playwright.sync_api import sync_playwright
 
-    app = make_app(server.service, Limits(), api_key=None, drain_seconds=0.0)
+    app = make_app(server.service, Limits(), api_key=API_KEY, drain_seconds=0.0)
     # Without the lifespan's end the service goes on when this app stops.
     with running(app, lifespan="off") as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -24,6 +24,9 @@ def test_tokens_arrive_coloured_by_their_origin(server: Server, served_bundle: o
         page.goto(url)
         page.fill("#prompt", "the sun rose over the sea and the sun")
         page.fill("#tokens", "24")
+        page.click("#send")
+        page.wait_for_function("document.getElementById('error').textContent.includes('API key')")
+        page.fill("#key", API_KEY)
         page.click("#send")
         page.wait_for_function(
             "document.getElementById('verdict').textContent.includes('times as fast')", timeout=60_000

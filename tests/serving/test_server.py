@@ -10,11 +10,15 @@ import httpx
 import openai
 import pytest
 
+from specrun.engines.manifest import Bundle
 from specrun.runner.cli import run
 from specrun.runner.commands.exit_codes import EXIT_REFUSED
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
-from tests.serving.conftest import API_KEY, MAX_TOKENS, Server
+from specrun.runner.serving.app import Limits, make_app
+from specrun.runner.serving.service import Service
+from specrun.runner.serving.trace_file import TraceFile
+from tests.serving.conftest import API_KEY, MAX_TOKENS, Server, running
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the sun rose over the sea and the sun"}]
 
@@ -220,6 +224,49 @@ def test_other_errors_are_well_formed(server: Server) -> None:
         assert client.get("/v1/chat/completions").status_code == 405
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_the_next_turn_of_a_chat_reads_what_is_new(server: Server, solo: Runner) -> None:
+    """Unless the client does not want that."""
+    client = server.client()
+    said: list[Any] = [{"role": "user", "content": "a question about the harbour, told at some length"}]
+
+    def ask(cache_prompt: bool) -> Any:
+        return client.chat.completions.create(
+            model=server.model,
+            messages=said,
+            temperature=0,
+            max_tokens=24,
+            extra_body={"cache_prompt": cache_prompt},
+        )
+
+    first = ask(True)
+    said += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "and then?"},
+    ]
+    fresh, second = ask(False), ask(True)
+    assert fresh.usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 < second.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens
+    assert second.choices[0].message.content == fresh.choices[0].message.content
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert "specrun:prefix_cache_hits_total 0.0" not in metrics
+    assert "specrun:prefix_cache_bytes 0.0" not in metrics
+
+
+def test_decisions_are_in_the_metrics_and_in_a_trace(served_bundle: Bundle, solo: Runner, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    service = Service.open(served_bundle.path, 2, 4, trace=TraceFile(file))
+    app = make_app(service, Limits(), None, drain_seconds=5)
+    with running(app) as url:
+        body = {"model": served_bundle.manifest.target.name, "prompt": "the sun rose over the sea and the sun rose"}
+        httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 60}, timeout=60).raise_for_status()
+        metrics = httpx.get(f"{url}/metrics").text
+    assert "specrun:drafted_rounds{positions=" in metrics
+    assert "specrun:verified_rounds{nodes=" in metrics
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {event["event"] for event in events} == {"draft", "verify"}
+    assert all({"time", "running"} <= set(event) for event in events)
 
 
 def test_models_health_metrics_and_page(server: Server) -> None:
