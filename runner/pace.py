@@ -31,17 +31,17 @@ Array = np.ndarray[Any, Any]
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that may be verified
 REACHES = (0, 1, 2, 3, 4, 6, 8, 16)  # positions ahead that a draft may guess
 DECIDE_EVERY = 4  # rounds
-LEAST_GAIN = 1.03  # speculating must promise so much more than not
+LEAST_GAIN = 1.03  # verifying must promise so much more than not
+LEAST_DRAFT_GAIN = 1.05  # so must asking a draft
 FORGET_ROUNDS = 0.95  # per round of a request
 FORGET_OVERALL = 0.995  # per round of any request
-FORGET_OUTCOMES = 0.99  # per round of a request
+FORGET_OUTCOMES = 0.997  # per round of a request
 PRIOR_WEIGHT = 4.0  # guesses that the overall rate counts for in a request's own
 TRY_EVERY = 16  # decisions, at least, between tries of the way that looks worse
 PROBE_EVERY = 128  # rounds of all requests together, at least, between guesses of a draft that is not used
 SHARE_FOR_TRIES = 0.01  # of all time
-HORIZON = 60.0  # seconds after which tries and their costs are half forgotten
+HORIZON = 120.0  # seconds after which tries and their costs are half forgotten
 LONG = 128  # rounds that a request is thought to go on for at most
-UNKNOWN_TRY = 0.3  # seconds that a first try is thought to cost
 
 
 # Gets what was decided, as JSON has it.
@@ -84,8 +84,13 @@ class DraftCost:
     catches_up: bool  # it has to read what it missed
 
 
+PLAIN_TRY, DRAFT_TRY, PROBE = "plain", "draft", "probe"
+UNKNOWN_TRIES = {PLAIN_TRY: 0.05, DRAFT_TRY: 0.3, PROBE: 0.1}  # seconds that a first try is thought to cost
+
+
 class Allowance:
-    """Time that may be spent on finding out: a share of all time. Seconds are those of requests, side by side."""
+    """Time that may be spent on finding out: a share of all time. Of a round of several requests side by side, each
+    counts for its part."""
 
     def __init__(self) -> None:
         self._time, self._spent = 0.0, 0.0
@@ -93,24 +98,21 @@ class Allowance:
 
     def allows(self, batch: int, kind: str) -> bool:
         """Whether another try of `kind`, expected to cost what the last one did, is within the share."""
-        expected = self._last.get((batch.bit_length(), kind), UNKNOWN_TRY * batch)
+        expected = self._last.get((batch.bit_length(), kind), UNKNOWN_TRIES[kind])
         return self._spent + expected <= SHARE_FOR_TRIES * self._time
 
     def begin(self, batch: int, kind: str) -> None:
         self._last[batch.bit_length(), kind] = 0.0
 
     def spend(self, batch: int, kind: str, seconds: float) -> None:
-        self._spent = max(0.0, self._spent + seconds)
+        self._spent = max(0.0, self._spent + seconds / batch)
         key = batch.bit_length(), kind
-        self._last[key] = self._last.get(key, 0.0) + seconds
+        self._last[key] = self._last.get(key, 0.0) + seconds / batch
 
-    def go_by(self, seconds: float) -> None:
-        self._time += seconds
+    def go_by(self, batch: int, seconds: float) -> None:
+        self._time += seconds / batch
         if self._time > HORIZON:
             self._time, self._spent = self._time / 2, self._spent / 2
-
-
-PLAIN_TRY, DRAFT_TRY, PROBE = "plain", "draft", "probe"
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Pace:
         promised = self._promises(reaches)
         with_draft = 1 + int(np.argmax(promised[1:]))
         rates = [float(promised[at]) * self._correction(at > 0) for at in (0, with_draft)]
-        better = int(rates[1] > LEAST_GAIN * rates[0])
+        better = int(rates[1] > LEAST_DRAFT_GAIN * rates[0])
         chosen = better
         self._since_try += 1
         batch, other = len(self.running), PLAIN_TRY if better else DRAFT_TRY
@@ -222,7 +224,7 @@ class Pace:
         """What one request got out of a round. `reading`: the part of `seconds` in which drafts caught up. `fresh`: it
         is the first of its kind."""
         batch = len(self.running)
-        self.allowance.go_by(seconds)
+        self.allowance.go_by(batch, seconds)
         if not decision.promised:
             return
         if decision.tries:

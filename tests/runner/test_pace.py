@@ -61,9 +61,16 @@ class World:
     a lookup finds with another rate what is right with a third."""
 
     def __init__(
-        self, rate: float, draft_seconds: float, batch: int = 1, found: float = 0.0, lookup_rate: float = 0.0
+        self,
+        rate: float,
+        draft_seconds: float,
+        batch: int = 1,
+        found: float = 0.0,
+        lookup_rate: float = 0.0,
+        hidden_seconds: float = 0.0,
     ) -> None:
-        self.rate, self.draft_seconds, self.batch = rate, draft_seconds, batch
+        """`hidden_seconds`: that a round with a draft takes and no call accounts for."""
+        self.rate, self.draft_seconds, self.batch, self.hidden_seconds = rate, draft_seconds, batch, hidden_seconds
         self.found, self.lookup_rate = found, lookup_rate
         self.costs = CallCosts()
         for rows in (1, 2, 4, 8, 16, 32, 64):
@@ -105,7 +112,8 @@ class World:
             guessed.append((request, guesses, rate))
         settled = self._settle([(request, guesses) for request, guesses, _ in guessed])
         width = max(len(verified.tokens) for verified in settled)
-        seconds = STEP + ROW * len(requests) * (1 + width) + drafting
+        hidden = self.hidden_seconds * any(request.next.draft for request in requests)
+        seconds = STEP + ROW * len(requests) * (1 + width) + drafting + hidden
         for (request, guesses, rate), verified in zip(guessed, settled, strict=True):
             hits = 0
             while hits < len(verified.tokens) and self.rng.random() < rate:
@@ -174,6 +182,22 @@ def test_never_slower_than_plain_decoding(rate: float, batch: int) -> None:
         world = World(rate, 5e-3, batch, found, lookup_rate)
         world.rounds(200)
         assert world.rounds(800).gain > 0.97, (found, lookup_rate)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_costs_that_no_call_accounts_for_are_noticed(batch: int) -> None:
+    """By what rounds with and without a draft brought."""
+    world = World(0.7, 1e-3, batch, hidden_seconds=30e-3)
+    world.rounds(1000)
+    assert world.rounds(1000).gain > 0.97
+
+
+def test_what_did_not_pay_once_is_tried_again_in_a_batch() -> None:
+    world = World(0.7, 1e-3, batch=4, hidden_seconds=30e-3)
+    world.rounds(2000)
+    world.hidden_seconds = 0.0
+    world.rounds(3000)
+    assert world.rounds(500).gain > 1.1
 
 
 def test_few_good_guesses_do_not_widen_a_large_batch() -> None:
