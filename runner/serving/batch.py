@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
+from specrun.engines.manifest import TARGET, Bundle
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
     CACHE_LENGTH,
@@ -22,8 +22,12 @@ from specrun.engines.signature import (
     past,
     present,
 )
-from specrun.runner.call_costs import CallCosts
+from specrun.runner.call_costs import WIDE, CallCosts
 from specrun.runner.kv_cache import FIRST_ROWS
+from specrun.runner.logits import FUSE, HostLogits
+from specrun.runner.session import Output
+from specrun.runner.session_ort import OrtLoader
+from specrun.runner.slot_session import Rows, SlotCall, Wait
 from specrun.runner.tree import padded_mask
 
 Array = np.ndarray[Any, Any]
@@ -72,11 +76,11 @@ class BatchCache:
         self.rows = rows
         self.version += 1
 
-    def read(self, slot: int, count: int) -> dict[tuple[int, str], Array]:
-        """A copy of a slot's first rows, [kv_heads, count, head_dim]."""
+    def read(self, slot: int, count: int) -> Rows:
+        """A copy of a slot's first rows."""
         return {part: array[slot, :, :count].copy() for part, array in self._arrays.items()}
 
-    def write(self, slot: int, rows: dict[tuple[int, str], Array], count: int) -> None:
+    def write(self, slot: int, rows: Rows, count: int) -> None:
         """Give a slot that has none its first rows."""
         self.reserve(count)
         for part, array in rows.items():
@@ -93,29 +97,15 @@ class BatchCache:
             array[slot, :, start + first : start + len(rows)] = array[slot, :, source].swapaxes(0, 1)
 
 
-@dataclass(frozen=True)
-class SlotCall:
-    """What one slot wants read."""
-
-    slot: int
-    tokens: Sequence[int]
-    depths: Array  # of each token below the committed ones
-    mask: Array  # as `Ancestry.add` gives it
-    length: int  # committed tokens
-    before: int  # nodes that are there already
-    features: Array | None
-
-    @property
-    def written(self) -> int:
-        return self.length + self.before
-
-
 class RowEngine:
     """Calls on hidden states that know nothing of each other: Medusa's heads, EAGLE-3's fusion."""
 
     def __init__(self, run: Callable[[Array], Array]) -> None:
         """`run`: [rows, ...] out of [rows, width]."""
         self.run = run
+
+    def together(self, calls: Sequence[Array]) -> int:
+        return len(calls)
 
     def call(self, calls: Sequence[Array]) -> list[Array]:
         """What each gets of one call for all."""
@@ -132,23 +122,32 @@ class BatchEngine:
         signature: Signature,
         cache: BatchCache,
         dtype: str,
+        vocabulary_size: int,
+        ids: Array | None,
         costs: CallCosts,
         name: str,
         no_single_rows: bool,
     ) -> None:
-        """`costs`: gets each call, under `name`. `no_single_rows`: of a quantized target, see `OrtSession`; it is
-        the attention of each sequence that rounds a single row otherwise, however many sequences there are."""
+        """`vocabulary_size`, `ids`: as `Loader` has them. `costs`: gets each call, under `name`.
+        `no_single_rows`: of a quantized target, see `OrtSession`; it is the attention of each sequence that rounds a
+        single row otherwise, however many sequences there are."""
         self._no_single_rows = no_single_rows
         self._costs, self._name = costs, name
+        self._vocabulary_size, self._ids = vocabulary_size, ids
+        self.max_tokens = self.max_nodes = cache.capacity
         self._session = load_engine(engine)
         self._signature = signature
         self._cache = cache
         self._dtype = dtype
-        self._bindings: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._bound_version = -1
         self._outputs: dict[str, Array] = {}
 
-    def call(self, calls: Sequence[SlotCall]) -> list[tuple[Array, Array | None]]:
-        """Logits [tokens, columns] and hidden states of each, valid until the next call."""
+    def together(self, calls: Sequence[SlotCall]) -> int:
+        return len(calls)
+
+    def call(self, calls: Sequence[SlotCall]) -> list[Output]:
+        """As `SlotEngine.call`."""
         first, end = min(call.slot for call in calls), max(call.slot for call in calls) + 1
         batch, width = end - first, max(len(call.tokens) for call in calls)
         if width == 1 and (batch == 1 or self._no_single_rows):
@@ -188,18 +187,21 @@ class BatchEngine:
         found = []
         for call in calls:
             at, count = call.slot - first, len(call.tokens)
-            found.append((logits[at, :count], None if hidden is None else hidden[at, :count]))
+            rows = logits[at, :count, : self._vocabulary_size].astype(np.float32, copy=False)
+            states = None if hidden is None else hidden[at, :count].astype(np.float32, copy=False)
+            found.append(Output(HostLogits(rows, self._ids, self._costs.observe), states))
         return found
 
     def _binding(self, first: int, end: int) -> Any:
-        version, binding = self._bindings.get((first, end), (-1, None))
-        if version != self._cache.version:
-            binding = self._session.io_binding()
+        if self._bound_version != self._cache.version:
+            self._bindings.clear()  # they keep the old buffers alive
+            self._bound_version = self._cache.version
+        if (first, end) not in self._bindings:
+            binding = self._bindings[first, end] = self._session.io_binding()
             for layer, part, buffer in self._cache.buffers(self._signature, first, end):
                 binding.bind_ortvalue_input(past(layer, part), buffer)
                 binding.bind_ortvalue_output(present(layer, part), buffer)
-            self._bindings[first, end] = self._cache.version, binding
-        return binding
+        return self._bindings[first, end]
 
     def _bind_output(self, binding: Any, name: str, batch: int, width: int) -> Array:
         columns = self._signature.outputs()[name][2]
@@ -210,3 +212,47 @@ class BatchEngine:
         view = self._outputs[name][:size].reshape(batch, width, columns)
         binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(view))
         return np.asarray(view)
+
+
+class HostMaker:
+    """Makes engines on ONNX Runtime's CPU provider for a number of slots; as `Maker`."""
+
+    def __init__(self, bundle: Bundle, slots: int, costs: CallCosts, wait: Wait) -> None:
+        self._slots, self._costs, self._wait = slots, costs, wait
+        self._quantized, self._widest = bundle.manifest.quantized, max(bundle.manifest.widths)
+        self._host = OrtLoader(no_single_rows=False, costs=costs)
+
+    def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> BatchCache:
+        return BatchCache(signature, dtype, capacity, self._slots, self._widest)
+
+    def engine(
+        self,
+        name: str,
+        file: Path,
+        signature: Signature,
+        cache: BatchCache,
+        dtype: str,
+        vocabulary_size: int,
+        ids: Array | None,
+    ) -> BatchEngine:
+        no_single_rows = self._quantized and name == TARGET
+        return BatchEngine(file, signature, cache, dtype, vocabulary_size, ids, self._costs, name, no_single_rows)
+
+    def heads(
+        self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None
+    ) -> Callable[[Array], HostLogits]:
+        run = self._rows(name, engine, dtype)
+        return lambda hidden: HostLogits(run(hidden[None])[0, :, :vocabulary_size], ids, self._costs.observe)
+
+    def fuse(self, engine: Path, shape: tuple[int, int], dtype: str) -> Callable[[Array], Array]:
+        return self._rows(FUSE, engine, dtype)
+
+    def _rows(self, name: str, engine: Path, dtype: str) -> Callable[[Array], Array]:
+        opened = RowEngine(self._host.rows(name, engine, dtype))
+
+        def run(hidden: Array) -> Array:
+            if len(hidden) > WIDE:  # of a prompt: cheaper than waiting for others
+                return opened.run(hidden)
+            return np.asarray(self._wait(opened, hidden, len(hidden)))
+
+        return run

@@ -1,6 +1,8 @@
 """Sequences that share engine calls write what each writes alone, in quantized bundles, too."""
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -44,3 +46,26 @@ def test_sequences_side_by_side(proposer: str, sampling: Sampling, pair: Bundle)
         assert done[index].ids == solo.generate(request.plain()).ids, index
     rounds = sum(completion.statistics.rounds for completion in done.values())
     assert proposer != "none" or calls < rounds  # they did share calls
+
+
+def test_buffers_that_were_outgrown_are_freed(served_bundle: Bundle, solo: Runner) -> None:
+    """Whatever slots were bound to them."""
+    slots = Slots(served_bundle, SLOTS)
+    runners = [solo.beside(slots.loader(index)) for index in range(SLOTS)]
+
+    def run(*jobs: tuple[int, int]) -> None:
+        for slot, tokens in jobs:
+            prompt = (solo.encode("the sun rose over the sea ") * 30)[:tokens]
+            request = Request(prompt, max_tokens=4, sampling=Sampling(seed=1), proposer="none")
+            slots.scheduler.spawn(partial(runners[slot].generate, request))
+        while not slots.scheduler.idle:
+            slots.scheduler.step()
+
+    for first in range(SLOTS):
+        run(*((slot, 20) for slot in range(first, SLOTS)))
+    cache = slots.once("target", lambda: None)
+    small = [weakref.ref(array) for array in cache._arrays.values()]
+    run((0, 300))
+    assert cache.rows > 300
+    gc.collect()
+    assert not any(reference() is not None for reference in small)
