@@ -1,6 +1,6 @@
 # make demo      from a fresh clone to text: environment, default model, bundle, comparison
 # make engines   MODEL=... [DRAFTS="... ..."] [K=4] [NODES=16] [BACKEND=ort|ort-cuda|tensorrt|tensorrt-rtx]
-#                [PRECISION=fp32|fp16|int8|int8-weights|int4-weights] [GPU="sm89 ..."] [CAPACITY=...] [OUT=build/bundles/NAME]
+#                [PRECISION=fp32|fp16|int8|int8-weights|int4-weights] [GPU="sm89 ..."] [CAPACITY=...] [SLOTS=...] [OUT=build/bundles/NAME]
 # make test      checks and tests
 # make check     ruff, mypy
 # make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes
@@ -18,6 +18,7 @@ NODES ?= 16
 BACKEND ?= ort
 PRECISION ?=
 CAPACITY ?=
+SLOTS ?=
 GPU ?=
 OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
 
@@ -31,7 +32,7 @@ demo: $(VENV)/.export
 
 engines: $(VENV)/.export $(if $(GPU),$(VENV)/.gpu)
 	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --backend $(BACKEND) \
-		$(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
+		$(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(if $(SLOTS),--slots $(SLOTS)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
 test: check
 	$(BIN)/python -m pytest -q -m "not gpu and not model"

@@ -143,6 +143,7 @@ def build_bundle(options: BuildOptions, downloads: Path) -> bool:
                 p_min=options.p_min,
                 widths=options.widths,
                 engine_widths=options.engine_widths,
+                slots=options.slots,
                 proposer=drafts.proposer,
                 gpus=options.gpus,
                 target=tapped,

@@ -20,6 +20,7 @@ PREFILL_WIDTH = 128
 DEFAULT_CAPACITY = 2048
 MAX_K = 64
 MAX_NODES = 256
+MAX_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,19 @@ class BuildOptions:
     accept_quality_loss: bool = False  # build a quantized model however much it lost
     capacity: int | None = None  # DEFAULT_CAPACITY, or all positions of a model that has fewer
     gpus: tuple[str, ...] = ()  # architectures to build for: "sm89"
+    slots: int = 1  # sequences that one call on a GPU can serve
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
             raise BuildError(f"got k = {self.k}, expected 1 to {MAX_K}")
         if not 1 <= self.nodes <= MAX_NODES:
             raise BuildError(f"got {self.nodes} tree nodes, expected 1 to {MAX_NODES}")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise BuildError(f"got {self.slots} slots, expected 1 to {MAX_SLOTS}")
+        if self.slots > 1 and self.backend not in GPU_BACKENDS:
+            raise BuildError(
+                f"got {self.slots} slots for the backend {self.backend}, whose engines serve any number: leave it out"
+            )
         if not 0 <= self.p_min < 1:
             raise BuildError(f"got p-min {self.p_min}, expected a probability below 1 (0: propose everything)")
         if self.backend not in BACKENDS:
@@ -62,7 +70,12 @@ class BuildOptions:
 
     def compiler(self, cache: Path) -> Compiler:
         return Compiler(
-            self.backend, find_precision(self.backend, self.precision), self.engine_widths, self.gpus, cache
+            self.backend,
+            find_precision(self.backend, self.precision),
+            self.engine_widths,
+            self.slots,
+            self.gpus,
+            cache,
         )
 
     @property
@@ -94,5 +107,6 @@ class BuildOptions:
         parts += ["--backend", self.backend]
         for option, value in (("--precision", self.precision), ("--text", self.text), ("--capacity", self.capacity)):
             parts += [option, str(value)] if value else []
+        parts += ["--slots", str(self.slots)] if self.slots > 1 else []
         parts += ["--accept-quality-loss"] if self.accept_quality_loss else []
         return shlex.join(parts)

@@ -13,6 +13,7 @@ from specrun.calibration.weights import quantize_weights
 from specrun.engines import ort
 from specrun.engines.backend import ORT, ORT_CUDA
 from specrun.engines.layers import EngineLayers, Layer
+from specrun.engines.manifest import call_shapes
 from specrun.engines.precision import Precision
 from specrun.engines.tensorrt_build import build_engine
 
@@ -34,8 +35,14 @@ class Compiler:
     backend: str
     precision: Precision
     widths: tuple[int, ...]  # tokens per call that engines with static shapes are for, ascending
+    slots: int  # sequences that they serve in one call
     gpus: tuple[str, ...]
     cache: Path  # directory of what the next build need not do again
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Batch and width of the calls that engines with static shapes are for."""
+        return call_shapes(self.widths, self.slots, self.precision.quantized)
 
     def rows(self, capacity: int) -> int:
         """Rows of a KV cache that holds `capacity` tokens: calls that are wider than what is left of it need some."""
@@ -49,14 +56,14 @@ class Compiler:
             return
         rows = self.rows(capacity)
         if plan is None:
-            build_engine(self.backend, graph, engine, self.widths, rows, self.gpus, self.cache / "timing")
+            build_engine(self.backend, graph, engine, self.shapes, rows, self.gpus, self.cache / "timing")
             return
         quantized = _scratch(engine, "quantized")
         opened = Graph(graph)
         quantize_products(opened, self._applied(plan), SIGNED)
         opened.save(quantized)
         del opened
-        build_engine(self.backend, quantized, engine, self.widths, rows, self.gpus, self.cache / "timing")
+        build_engine(self.backend, quantized, engine, self.shapes, rows, self.gpus, self.cache / "timing")
         _remove(quantized)
 
     def compile_for_measuring(self, graph: Path, engine: Path, plan: Plan | None) -> None:
@@ -112,4 +119,4 @@ def _describe(engine: Path) -> EngineLayers:
             known = (PRECISION_NAMES.get(kinds.get(name, 0), "") for name in (node.output[0], *node.input))
             precision = next(filter(None, known), "")
         layers.append(Layer(node.name, node.op_type, precision))
-    return EngineLayers(widths=(), rows=0, layers=tuple(layers))
+    return EngineLayers(widths=(), slots=0, rows=0, layers=tuple(layers))

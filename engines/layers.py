@@ -32,6 +32,7 @@ class EngineLayers:
     """Of one engine."""
 
     widths: tuple[int, ...]  # tokens per call, one profile each; empty: any
+    slots: int  # sequences per call at most; 0: any number
     rows: int  # of its KV cache's buffers; 0: any, or none
     layers: tuple[Layer, ...]
 

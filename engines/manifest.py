@@ -24,7 +24,7 @@ from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.engines.schema import SchemaError, from_json, to_json
 from specrun.engines.signature import Signature
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 TARGET, DRAFT = "target", "draft"
 ENGINE_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE = "model.onnx", "tokenizer.json", "chat_template.jinja"
@@ -139,6 +139,7 @@ class Manifest:
     k: int  # default number of drafted tokens per round
     widths: tuple[int, ...]  # tokens per call: plain decoding, verification of a chain, of a tree, prefill chunk
     engine_widths: tuple[int, ...]  # those that engines with static shapes have profiles for, ascending
+    slots: int  # sequences that one call of an engine with static shapes can serve
     nodes: int  # default size of a proposed tree
     p_min: float  # default probability below which a draft's guesses are not proposed
     proposer: str  # default proposer
@@ -152,6 +153,11 @@ class Manifest:
     command: str  # that builds it again, the GPUs left out
 
     @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Batch and width of the calls that engines with static shapes and a KV cache are for."""
+        return call_shapes(self.engine_widths, self.slots, self.quantized)
+
+    @property
     def quantized(self) -> bool:
         """Whether the target's activations are quantized, so that the least rounding may change a choice."""
         return self.quality is not None
@@ -160,6 +166,15 @@ class Manifest:
         """Default number of positions ahead that `proposer` guesses. N-gram lookup, whose guesses cost nothing, goes as
         far as a verification is wide."""
         return max(self.k, self.nodes) if proposer.startswith(NGRAM) else self.k
+
+
+def call_shapes(widths: tuple[int, ...], slots: int, quantized: bool) -> tuple[tuple[int, int], ...]:
+    """Batch and width of the calls that engines with static shapes are built for. `widths` ascending: the last one
+    reads prompts, of one sequence at a time; the others read one or all. Where quantized, all only: a call of another
+    shape may round differently, which is enough for an activation to fall on the next level."""
+    *decoding, prefill = widths
+    batches = sorted({slots} if quantized else {1, slots})
+    return (*((batch, width) for width in decoding for batch in batches), (1, prefill))
 
 
 @dataclass(frozen=True)

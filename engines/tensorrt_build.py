@@ -1,9 +1,10 @@
 """Build a TensorRT or TensorRT-RTX engine from an exported graph, through Polygraphy.
 
-One engine has one static profile per width. Widths are 2 and more: a profile for one token turns every matrix product
-into one with a vector, for which TensorRT-RTX stores the weights a second time, transposed. SmolLM2-135M in FP16 takes
-275 MB with the width 1 alone, 494 MB with 1 and 5, 509 MB with 1, 5, 17 and 128, but 298 MB with 2, 5, 17 and 128. So a
-call of one token has a second row that nobody reads.
+One engine has one static profile per width, and two where calls may serve several sequences: for one, for all. Widths
+are 2 and more: a profile for one token turns every matrix product into one with a vector, for which TensorRT-RTX stores
+the weights a second time, transposed. SmolLM2-135M in FP16 takes 275 MB with the width 1 alone, 494 MB with 1 and 5,
+509 MB with 1, 5, 17 and 128, but 298 MB with 2, 5, 17 and 128. So a call of one token has a second row that nobody
+reads.
 """
 
 import logging
@@ -19,7 +20,7 @@ import onnx_ir as ir
 from specrun.engines.accept_kernels import architecture_here
 from specrun.engines.backend import TENSORRT_RTX
 from specrun.engines.layers import EngineLayers, Layer
-from specrun.engines.signature import BATCH, CAPACITY, TOKENS, TREE
+from specrun.engines.signature import BATCH, CACHE_LENGTH, CAPACITY, TOKENS, TREE
 from specrun.engines.tensorrt import TensorRtError, known_architectures, last_error, library, make_messages
 from specrun.export.axes import pin_axes
 
@@ -37,14 +38,15 @@ def build_engine(
     backend: str,
     graph: Path,
     engine: Path,
-    widths: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     rows: int,
     gpus: Sequence[str],
     cache: Path,
 ) -> None:
     """Compile the exported `graph` into `engine`, with what it is made of beside it.
 
-    `widths`: tokens per call, ascending, one profile each. `rows`: of the KV cache's buffers. `gpus`: architectures
+    `shapes`: batch and width of its calls, one profile each; without a KV cache the rows of a call may be anyone's, so
+    its batch is 1. `rows`: of the KV cache's buffers. `gpus`: architectures
     that it shall run on. `cache`: directory of timing caches. Raises UnfitError or TensorRtError; when interrupted,
     the builder is stopped first.
     """
@@ -53,13 +55,16 @@ def build_engine(
     pinned = graph.with_name(f"pinned-{graph.name}")
     model = ir.load(graph)
     inputs = {str(value.name): [str(axis) for axis in value.shape or ()] for value in model.graph.inputs}
-    pin_axes(model, {BATCH: 1, CAPACITY: rows, TREE: max(widths)})
+    if CACHE_LENGTH not in inputs:
+        shapes = sorted({(1, width) for _, width in shapes})
+    slots, widths = max(batch for batch, _ in shapes), sorted({width for _, width in shapes})
+    pin_axes(model, {CAPACITY: rows, TREE: max(widths), **({BATCH: 1} if slots == 1 else {})})
     ir.save(model, pinned)  # on the export's weights
     del model
     try:
         builder, network, parser = _run(messages, graph, loaders.NetworkFromOnnxPath(str(pinned), strongly_typed=True))
         layers = _describe(network, messages, graph)
-        profiles = [_profile(loaders, network, inputs, width) for width in widths]
+        profiles = [_profile(loaders, network, inputs, *shape) for shape in shapes]
         progress = _make_progress(trt, label)
         options: dict[str, Any] = {"profiles": profiles, "progress_monitor": progress}
         timing = None
@@ -76,7 +81,7 @@ def build_engine(
         partial = engine.with_name(engine.name + ".partial")
         partial.write_bytes(memoryview(data))
         layers_of = EngineLayers(
-            tuple(widths), rows if KV_CACHE_UPDATE in {each.type for each in layers} else 0, layers
+            tuple(widths), slots, rows if KV_CACHE_UPDATE in {each.type for each in layers} else 0, layers
         )
         layers_of.write(engine)
         partial.replace(engine)
@@ -136,13 +141,11 @@ def _run(messages: Any, graph: Path, loader: Any) -> Any:
     return result
 
 
-def _profile(loaders: Any, network: Any, axes: dict[str, list[str]], width: int) -> Any:
-    profile = loaders.Profile()
+def _profile(loaders: Any, network: Any, axes: dict[str, list[str]], batch: int, width: int) -> Any:
+    profile, sizes = loaders.Profile(), {BATCH: batch, TOKENS: width}
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
-        shape = tuple(
-            width if axis == TOKENS else size for axis, size in zip(axes[tensor.name], tensor.shape, strict=True)
-        )
+        shape = tuple(sizes.get(axis, size) for axis, size in zip(axes[tensor.name], tensor.shape, strict=True))
         profile.add(tensor.name, shape, shape, shape)
     return profile
 

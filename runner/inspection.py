@@ -54,6 +54,7 @@ def render(found: EngineInspection, bundle: Bundle, all_layers: bool) -> str:
     """For people: a table of layers by precision."""
     manifest, made_of = bundle.manifest, found.made_of
     calls = f"calls of {', '.join(map(str, made_of.widths))} tokens" if made_of.widths else "calls of any width"
+    calls += f" for 1 or {made_of.slots} sequences" if made_of.slots > 1 else ""
     cache = f", KV cache of {made_of.rows} rows" if made_of.rows else ""
     lines = [f"{found.file}: {found.bytes / 2**20:.1f} MiB, {manifest.backend}, {manifest.precision}, {calls}{cache}"]
     counts = found.counts()

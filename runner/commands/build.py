@@ -61,6 +61,9 @@ def export(model: str, out: Path, precision: str, width: int | None, capacity: i
 @click.option("--accept-quality-loss", is_flag=True, help="Build a quantized model however much it lost.")
 @click.option("--capacity", type=int, help="Prompt and output tokens together; default: 2048, or what the model has.")
 @click.option("--gpu", "gpus", multiple=True, help="Architecture that the bundle will run on (sm89); may be repeated.")
+@click.option(
+    "--slots", type=int, default=1, show_default=True, help="Requests that one call on a GPU serves, for `serve`."
+)
 def build(
     model: str,
     out: Path,
@@ -74,6 +77,7 @@ def build(
     accept_quality_loss: bool,
     capacity: int | None,
     gpus: tuple[str, ...],
+    slots: int,
 ) -> None:
     """Build MODEL into a bundle, unless it is there already, made from the same inputs.
 
@@ -83,7 +87,7 @@ def build(
         from specrun.engines.build import build_bundle
         from specrun.engines.build_options import BuildOptions
     options = BuildOptions(
-        model, out, drafts, k, nodes, p_min, backend, precision, text, accept_quality_loss, capacity, gpus
+        model, out, drafts, k, nodes, p_min, backend, precision, text, accept_quality_loss, capacity, gpus, slots
     )
     build_bundle(options, downloads())
     click.echo(str(out))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from specrun.engines.errors import RequestError, UnfitError
+from specrun.engines.errors import UnfitError
 from specrun.runner.commands.options import bundle_argument
 
 logger = logging.getLogger(__name__)
@@ -16,9 +16,18 @@ logger = logging.getLogger(__name__)
 @bundle_argument
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: reachable from other machines.")
 @click.option("--port", type=int, default=8000, show_default=True)
-@click.option("--slots", type=int, default=8, show_default=True, help="Requests that run at the same time.")
 @click.option(
-    "--queue", "queue_size", type=int, default=64, show_default=True, help="Requests that may wait; then 429."
+    "--slots",
+    type=click.IntRange(min=1),
+    help="Requests that run at the same time; default: 8, on a GPU what the bundle was built for.",
+)
+@click.option(
+    "--queue",
+    "queue_size",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; then 429.",
 )
 @click.option(
     "--prefix-cache",
@@ -38,7 +47,7 @@ def serve(
     bundle: Path,
     host: str,
     port: int,
-    slots: int,
+    slots: int | None,
     queue_size: int,
     prefix_cache: int,
     max_tokens: int | None,
@@ -58,8 +67,6 @@ def serve(
         from specrun.runner.serving.trace_file import TraceFile
     except ModuleNotFoundError as error:
         raise UnfitError(f"serving needs {error.name}, which is not installed: pip install 'specrun[serve]'") from error
-    if slots < 1 or queue_size < 0:
-        raise RequestError(f"got {slots} slots and a queue of {queue_size}, expected at least 1 and 0")
     writer = None if trace is None else TraceFile(trace)
     service = Service.open(bundle, slots, queue_size, prefix_cache << 20, writer)
     limits = Limits(max_body << 20, max_choices, max_tokens, timeout)

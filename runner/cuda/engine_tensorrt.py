@@ -1,4 +1,4 @@
-"""An engine of TensorRT or TensorRT-RTX: one execution context and one CUDA graph per width."""
+"""An engine of TensorRT or TensorRT-RTX: one execution context per shape, one CUDA graph per shape and first slot."""
 
 import logging
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 from specrun.engines.backend import TENSORRT_RTX
 from specrun.engines.tensorrt import TensorRtError, library, load_engine
-from specrun.runner.cuda.engine import Tensor
+from specrun.runner.cuda.engine import Shape, Tensor
 from specrun.runner.cuda.gpu import DeviceError, Gpu
 
 logger = logging.getLogger(__name__)
 
 
 class TensorRtEngine:
-    """The contexts take turns on one block of device memory. The first call of a width runs as it is, the second is
-    captured, all further ones launch the graph: addresses and shapes of a width never change."""
+    """The contexts take turns on one block of device memory. The first call of a shape and slot runs as it is, the
+    second is captured, all further ones launch the graph: its addresses and shapes never change."""
 
     def __init__(self, backend: str, path: Path, built_with: str, gpu: Gpu) -> None:
         """`built_with`: version of the library that built it. Raises UnfitError or TensorRtError."""
@@ -22,51 +22,57 @@ class TensorRtEngine:
         trt = library(backend)
         self._engine = load_engine(backend, path, built_with)
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        first = names[0]
-        widths = [
-            self._engine.get_tensor_profile_shape(first, profile)[1][1]
+        profiles = [
+            Shape(*self._engine.get_tensor_profile_shape(names[0], profile)[1][:2])
             for profile in range(self._engine.num_optimization_profiles)
         ]
-        self.widths = tuple(widths)
+        self.shapes = tuple(sorted(profiles, key=lambda shape: (shape.width, shape.batch)))
         memory = self._engine.device_memory_size_v2
         self._memory = gpu.device.allocate(max(1, memory), stream=gpu.stream)
-        self._contexts: dict[int, Any] = {}
-        for profile, width in enumerate(widths):
+        self._contexts: dict[Shape, Any] = {}
+        for profile, shape in enumerate(profiles):
             context = self._engine.create_execution_context(_configuration(backend, trt, self._engine))
             if context is None:
                 raise TensorRtError(
-                    f"{path}: no execution context for calls of {width} tokens; is the GPU's memory full?"
+                    f"{path}: no execution context for {shape.batch} times {shape.width} tokens; is the GPU's memory "
+                    f"full?"
                 )
             context.set_device_memory(int(self._memory.handle), memory)
             context.set_optimization_profile_async(profile, gpu.stream_handle)
-            self._contexts[width] = context
-        self._warm: set[int] = set()
-        self._graphs: dict[int, Any] = {}
+            self._contexts[shape] = context
+        self._per_slot: dict[str, Tensor] = {}
+        self._warm: set[tuple[Shape, int]] = set()
+        self._graphs: dict[tuple[Shape, int], Any] = {}
 
     def bind(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         for name, tensor in outputs.items():
             source = self._engine.get_aliased_input_tensor(name)
             if source is not None and inputs[source].address != tensor.address:
                 raise AssertionError(f"{name} must lie where {source} does")
-        for width, context in self._contexts.items():
+        self._per_slot = {name: tensor for name, tensor in (inputs | outputs).items() if tensor.slot_bytes}
+        for shape, context in self._contexts.items():
             for name, tensor in (inputs | outputs).items():
                 if name in inputs:
-                    context.set_input_shape(name, tensor.shape_of(width))
+                    context.set_input_shape(name, tensor.shape_of(shape))
                 if not context.set_tensor_address(name, tensor.address):
                     raise AssertionError(f"{self._path} has no tensor {name}")
 
-    def run(self, width: int) -> None:
-        if width not in self._graphs and width in self._warm:
-            self._graphs[width] = self._gpu.captured(lambda: self._queue(width))
-        if width in self._graphs:
-            self._graphs[width].launch(self._gpu.stream)
+    def run(self, call: Shape, first_slot: int = 0) -> None:
+        key = call, first_slot
+        if key not in self._graphs and key in self._warm:
+            self._graphs[key] = self._gpu.captured(lambda: self._queue(call, first_slot))
+        if key in self._graphs:
+            self._graphs[key].launch(self._gpu.stream)
         else:
-            self._queue(width)
-            self._warm.add(width)
+            self._queue(call, first_slot)
+            self._warm.add(key)
 
-    def _queue(self, width: int) -> None:
-        if not self._contexts[width].execute_async_v3(self._gpu.stream_handle):
-            raise DeviceError(f"a call of {width} tokens failed on the GPU: {self._path.name} could not be queued")
+    def _queue(self, call: Shape, first_slot: int) -> None:
+        context = self._contexts[call]
+        for name, tensor in self._per_slot.items():
+            context.set_tensor_address(name, tensor.address_of(first_slot))
+        if not context.execute_async_v3(self._gpu.stream_handle):
+            raise DeviceError(f"a call of {call.width} tokens failed on the GPU: {self._path.name} could not be queued")
 
 
 def _configuration(backend: str, trt: Any, engine: Any) -> Any:

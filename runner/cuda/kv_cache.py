@@ -1,29 +1,33 @@
-"""The KV cache of one sequence on the device. The invariant is the one of `runner/kv_cache.py`."""
+"""The KV caches of some sequences on the device. The invariant is the one of `runner/kv_cache.py`."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from specrun.engines.signature import Signature
 from specrun.runner.cuda.gpu import Gpu, device_errors
-from specrun.runner.cuda.mirror import Mirror
-from specrun.runner.kv_cache import require_capacity
+from specrun.runner.cuda.mirror import Mirror, Pinned
+from specrun.runner.slot_session import Rows
 
 THREADS = 128
 WORD_BYTES = 4
 
 
 class DeviceKVCache:
-    """Buffers [1, kv_heads, rows, head_dim] at fixed addresses, each the input and the output of every call."""
+    """Buffers [slots, kv_heads, rows, head_dim] at fixed addresses, each the input and the output of every call."""
 
-    def __init__(self, gpu: Gpu, signature: Signature, dtype: str, capacity: int, rows: int) -> None:
+    def __init__(self, gpu: Gpu, signature: Signature, dtype: str, capacity: int, rows: int, slots: int = 1) -> None:
         """`rows`: at least `capacity`; what is more takes the padding of calls at the edge."""
-        self.capacity, self.rows = capacity, rows
+        self.capacity, self.rows, self.slots = capacity, rows, slots
+        self.written = [0] * slots
         self._gpu = gpu
-        self._heads = signature.kv_heads
-        self._row_bytes = signature.head_dim * np.dtype(dtype).itemsize
+        self._heads, self._dtype, self._columns = signature.kv_heads, np.dtype(dtype), signature.head_dim
+        self._row_bytes = signature.head_dim * self._dtype.itemsize
         assert self._row_bytes % WORD_BYTES == 0
-        size = self._heads * rows * self._row_bytes
+        self.slot_bytes = self._heads * rows * self._row_bytes
+        size = slots * self.slot_bytes
         # Zeros, because a masked row still takes part in a product: with zero, but zero times infinity is none.
         self._buffers = {part: gpu.zeros(size) for part in signature.cache_parts()}
         self._addresses = Mirror(gpu.device, gpu.stream, (len(self._buffers),), np.uint64)
@@ -34,12 +38,8 @@ class DeviceKVCache:
     def address(self, layer: int, part: str) -> int:
         return int(self._buffers[layer, part].handle)
 
-    def require(self, tokens: int) -> None:
-        """Raises CapacityError if it cannot hold so many."""
-        require_capacity(tokens, self.capacity)
-
-    def gather(self, start: int, rows: Sequence[int]) -> None:
-        """Move `rows`, ascending and counted from `start`, together to `start`. Raises DeviceError."""
+    def gather(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Move `rows` of a slot, ascending and counted from `start`, together to `start`. Raises DeviceError."""
         if list(rows) == list(range(len(rows))):
             return
         self._gpu.sync()  # the device has read what stood in `sources`
@@ -54,7 +54,52 @@ class DeviceKVCache:
                 self._addresses.pointer,
                 self._sources.pointer,
                 np.int32(len(rows)),
-                np.int32(start),
+                np.int32(slot * self._heads * self.rows + start),
                 np.int32(self.rows),
                 np.int32(self._row_bytes // WORD_BYTES),
             )
+
+    def read(self, slot: int, count: int) -> Rows:
+        """A copy of a slot's first rows. Waits for the device. Raises DeviceError."""
+        found: Rows = {}
+        for key, buffer in self._buffers.items():
+            with device_errors("reading the KV cache"):
+                for head in range(self._heads):
+                    host, device = self._parts(buffer, slot, head, count)
+                    device.copy_to(host, stream=self._gpu.stream)
+            self._gpu.sync()
+            found[key] = self._staged(count).copy()
+        return found
+
+    def write(self, slot: int, rows: Rows, count: int) -> None:
+        """Give a slot that has none its first rows. Waits for the device. Raises DeviceError."""
+        for key, buffer in self._buffers.items():
+            self._staged(count)[:] = rows[key][:, :count]
+            with device_errors("writing the KV cache"):
+                for head in range(self._heads):
+                    host, device = self._parts(buffer, slot, head, count)
+                    device.copy_from(host, stream=self._gpu.stream)
+            self._gpu.sync()
+        self.written[slot] = max(self.written[slot], count)
+
+    def _parts(self, buffer: Any, slot: int, head: int, count: int) -> tuple[Any, Any]:
+        """The first rows of one head: in the staging area, and on the device."""
+        from cuda.core import Buffer
+
+        size = count * self._row_bytes
+        staging = self._staging.host
+        first = slot * self.slot_bytes + head * self.rows * self._row_bytes
+        return (
+            Buffer.from_handle(int(staging.handle) + head * size, size, owner=staging),
+            Buffer.from_handle(int(buffer.handle) + first, size, owner=buffer),
+        )
+
+    def _staged(self, count: int) -> np.ndarray[Any, Any]:
+        """What lies in the staging area: [kv_heads, count, head_dim]."""
+        shape = self._heads, count, self._columns
+        return self._staging.array.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+
+    @cached_property
+    def _staging(self) -> Pinned:
+        """Page-locked, for one part of a slot."""
+        return Pinned((self._heads, self.rows, self._columns), self._dtype)

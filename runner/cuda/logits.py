@@ -1,6 +1,7 @@
 """Rows of logits on the device. What comes back to the host are verdicts, guesses, and single rows on request."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DeviceLogits:
-    """The rows of an engine's last call: at the same address for all calls. As `runner/logits.py` asks for."""
+    """Where the rows of an engine's calls lie: at the same address for all calls."""
 
     def __init__(
         self,
@@ -36,7 +37,6 @@ class DeviceLogits:
         self._vocabulary_size = vocabulary_size
         self._ids = ids
         self._buffer = gpu.zeros(rows * stride * self._dtype.itemsize)
-        self._count = 0
         self._judges: dict[tuple[int, bool], _Judge] = {}
         self._guessers: dict[tuple[int, int, bool], _Guesser] = {}
         self._row = Mirror(gpu.device, gpu.stream, (stride,), self._dtype)
@@ -45,24 +45,20 @@ class DeviceLogits:
     def address(self) -> int:
         return int(self._buffer.handle)
 
-    def of_call(self, rows: int) -> "DeviceLogits":
-        """Itself, once a call has left `rows` that count."""
-        self._count = rows
-        return self
+    def rows(self, first: int, count: int) -> "DeviceRows":
+        """Those that a call left for one sequence."""
+        return DeviceRows(self, first, count)
 
-    def __len__(self) -> int:
-        return self._count
-
-    def accept(self, proposal: Proposal, chooser: Chooser, position: int) -> Verdict:
-        """Waits for the device. Raises LogitsError or DeviceError."""
+    def accept(self, first: int, proposal: Proposal, chooser: Chooser, position: int) -> Verdict:
+        """With the rows from `first` on. Waits for the device. Raises LogitsError or DeviceError."""
         rows, rejects = _rounded_up(1 + len(proposal.tokens)), chooser.sampling.rejects
         if (rows, rejects) not in self._judges:
             sampler = self._sampler(requests=1, rows=rows, guesses=1)
-            self._judges[rows, rejects] = _Judge(self._gpu, sampler, self.address, rejects)
-        return self._judges[rows, rejects].verdict(Part(chooser, position, proposal))
+            self._judges[rows, rejects] = _Judge(self._gpu, sampler, rejects)
+        return self._judges[rows, rejects].verdict(self._address_of(first), Part(chooser, position, proposal))
 
-    def guess(self, places: Sequence[Place], chooser: Chooser, count: int) -> list[Guesses]:
-        """Waits for the device. Raises DeviceError."""
+    def guess(self, first: int, places: Sequence[Place], chooser: Chooser, count: int) -> list[Guesses]:
+        """With the rows from `first` on. Waits for the device. Raises DeviceError."""
         if not places:
             return []
         assert [at.row - places[0].row for at in places] == list(range(len(places)))
@@ -72,8 +68,7 @@ class DeviceLogits:
             sampler = self._sampler(requests=rows, rows=1, guesses=count)
             self._guessers[rows, count, rejects] = _Guesser(self._gpu, sampler, rejects)
         parts = [Part(chooser, at.position, path=at.path) for at in places]
-        first = self.address + places[0].row * self._stride * self._dtype.itemsize
-        found = self._guessers[rows, count, rejects].guesses(first, parts)
+        found = self._guessers[rows, count, rejects].guesses(self._address_of(first + places[0].row), parts)
         processor = chooser.processor
         return [
             each if processor is None or processor.may_continue(at.path) else NO_GUESSES
@@ -85,12 +80,15 @@ class DeviceLogits:
         from cuda.core import Buffer
 
         size = self._stride * self._dtype.itemsize
-        source = Buffer.from_handle(self.address + index * size, size, owner=self._buffer)
+        source = Buffer.from_handle(self._address_of(index), size, owner=self._buffer)
         with device_errors("reading logits"):
             self._row.copy_from(source, self._gpu.stream)
             self._row.download(self._gpu.stream)
         self._gpu.sync()
         return self._row.array[: self._columns].astype(np.float32)
+
+    def _address_of(self, row: int) -> int:
+        return self.address + row * self._stride * self._dtype.itemsize
 
     def _sampler(self, requests: int, rows: int, guesses: int) -> RowSampler:
         shape = Shape(
@@ -105,19 +103,42 @@ class DeviceLogits:
         return RowSampler(self._gpu.kernels, self._gpu.device, self._gpu.stream, shape, self._ids)
 
 
-class _Judge:
-    """Verdicts for proposals of up to so many nodes. Its launches are captured in a CUDA graph at the second one."""
+@dataclass(frozen=True)
+class DeviceRows:
+    """The rows of one sequence; as `Logits`."""
 
-    def __init__(self, gpu: Gpu, sampler: RowSampler, logits: int, rejects: bool) -> None:
-        self._gpu, self._sampler, self._logits = gpu, sampler, logits
+    logits: DeviceLogits
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def accept(self, proposal: Proposal, chooser: Chooser, position: int) -> Verdict:
+        return self.logits.accept(self.first, proposal, chooser, position)
+
+    def guess(self, places: Sequence[Place], chooser: Chooser, count: int) -> list[Guesses]:
+        return self.logits.guess(self.first, places, chooser, count)
+
+    def row(self, index: int) -> Array:
+        return self.logits.row(self.first + index)
+
+
+class _Judge:
+    """Verdicts for proposals of up to so many nodes. Its launches are captured in a CUDA graph for each address, at the
+    second one."""
+
+    def __init__(self, gpu: Gpu, sampler: RowSampler, rejects: bool) -> None:
+        self._gpu, self._sampler = gpu, sampler
         self._acceptor = CudaAcceptor(sampler, gpu.device, gpu.stream, rejection=rejects)
         shape = sampler.shape
         size = (shape.rows - 1, shape.columns) if rejects else (0,)
         self._draft_probs = Mirror(gpu.device, gpu.stream, size, np.float32)
-        self._warm = False
-        self._graph: Any = None
+        self._warm: set[int] = set()
+        self._graphs: dict[int, Any] = {}
 
-    def verdict(self, part: Part) -> Verdict:
+    def verdict(self, logits: int, part: Part) -> Verdict:
+        """`logits`: address of the first row."""
         with device_errors("the accept step"):
             self._sampler.write([part])
             for index, probs in enumerate(part.proposal.draft_probs or ()):
@@ -125,18 +146,18 @@ class _Judge:
                 self._draft_probs.array[index, : len(probs)] = probs[: self._sampler.shape.columns]
             if part.proposal.draft_probs:
                 self._draft_probs.upload(self._gpu.stream)
-            if self._warm and self._graph is None:
-                self._graph = self._gpu.captured(self._launch)
-            if self._graph is None:
-                self._launch()
-                self._warm = True
+            if logits in self._warm and logits not in self._graphs:
+                self._graphs[logits] = self._gpu.captured(lambda: self._launch(logits))
+            if logits in self._graphs:
+                self._graphs[logits].launch(self._gpu.stream)
             else:
-                self._graph.launch(self._gpu.stream)
+                self._launch(logits)
+                self._warm.add(logits)
             (verdict,) = self._acceptor.verdicts()
         return verdict
 
-    def _launch(self) -> None:
-        self._acceptor.launch(self._logits, int(self._draft_probs.pointer))
+    def _launch(self, logits: int) -> None:
+        self._acceptor.launch(logits, int(self._draft_probs.pointer))
 
 
 class _Guesser:

@@ -6,19 +6,28 @@ from typing import Any
 import numpy as np
 
 
+class Pinned:
+    """An array on the host, page-locked, all zeros."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        from cuda.core import LegacyPinnedMemoryResource
+
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape))
+        size = max(1, count) * dtype.itemsize
+        self.host = LegacyPinnedMemoryResource().allocate(size)
+        memory = np.ctypeslib.as_array((ctypes.c_byte * size).from_address(int(self.host.handle)))
+        self.array: np.ndarray[Any, Any] = memory.view(dtype)[:count].reshape(shape)
+        self.array[...] = np.zeros((), dtype)
+
+
 class Mirror:
     """An array on the host, page-locked, and its copy on the device."""
 
     def __init__(self, device: Any, stream: Any, shape: tuple[int, ...], dtype: Any) -> None:
-        from cuda.core import LegacyPinnedMemoryResource
-
-        dtype = np.dtype(dtype)
-        size = max(1, int(np.prod(shape))) * dtype.itemsize
-        self._host = LegacyPinnedMemoryResource().allocate(size)
-        self._device = device.allocate(size, stream=stream)
-        memory = np.ctypeslib.as_array((ctypes.c_byte * size).from_address(int(self._host.handle)))
-        self.array: np.ndarray[Any, Any] = memory.view(dtype)[: int(np.prod(shape))].reshape(shape)
-        self.array[...] = np.zeros((), dtype)
+        pinned = Pinned(shape, dtype)
+        self._host, self.array = pinned.host, pinned.array
+        self._device = device.allocate(self._host.size, stream=stream)
 
     @property
     def pointer(self) -> np.uint64:

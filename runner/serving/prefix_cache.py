@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from specrun.runner.slot_session import Rows
 
-# Of each cache that a slot has, by the name of its model: {(layer, "key" | "value"): [kv_heads, rows, head_dim]}.
-Rows = dict[str, dict[tuple[int, str], Array]]
+Array = np.ndarray[Any, Any]
 
 FEWEST_TOKENS = 16  # shorter sequences are not worth the copy
 
@@ -26,7 +25,7 @@ class Ended:
     """A sequence that has ended. A draft's cache may have fewer rows than there are tokens."""
 
     tokens: Array  # int64
-    rows: Rows
+    rows: dict[str, Rows]  # of each cache that a slot has, by the name of its model
     size: int = field(init=False)  # bytes
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class PrefixCache:
         self._held.move_to_end(id(best))
         return best, count
 
-    def put(self, tokens: Sequence[int], rows: Rows) -> None:
+    def put(self, tokens: Sequence[int], rows: dict[str, Rows]) -> None:
         """Keep a sequence; what it continues, and what was not used for longest, gives way."""
         ended = Ended(np.array(tokens, np.int64), rows)
         if len(tokens) < FEWEST_TOKENS or ended.size > self._most_bytes:

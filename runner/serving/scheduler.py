@@ -6,15 +6,21 @@ hand over to the scheduler where they would call an engine.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import greenlet
-import numpy as np
 
 from specrun.runner.call_costs import WIDE
-from specrun.runner.serving.batch import BatchEngine, RowEngine, SlotCall
 
-Array = np.ndarray[Any, Any]
+
+class SharedEngine(Protocol):
+    """An engine that serves several in one call."""
+
+    def together(self, calls: Any) -> int:
+        """How many of the first `calls` it can serve in one; at least 1."""
+
+    def call(self, calls: Any) -> Any:
+        """What each gets, valid until the next call."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Waiting:
     """A generation that waits for an engine."""
 
     task: "greenlet.greenlet"
-    engine: BatchEngine | RowEngine
+    engine: SharedEngine
     call: Any  # what the engine takes
     width: int
 
@@ -30,7 +36,7 @@ class Waiting:
 class Scheduler:
     """Not thread-safe: all of it belongs to one thread."""
 
-    def __init__(self, target: Callable[[], BatchEngine]) -> None:
+    def __init__(self, target: Callable[[], SharedEngine]) -> None:
         """`target`: the engine that verifies; its calls wait until no draft is at work, so that they can be joined."""
         self._target = target
         self._main = greenlet.getcurrent()
@@ -54,7 +60,7 @@ class Scheduler:
         if not task.dead:
             task.throw(error)
 
-    def wait(self, engine: BatchEngine | RowEngine, call: SlotCall | Array, width: int) -> Any:
+    def wait(self, engine: SharedEngine, call: Any, width: int) -> Any:
         """For a generation: what `engine` makes of `call`, which has `width` rows. Others run meanwhile."""
         self._waiting.append(Waiting(greenlet.getcurrent(), engine, call, width))
         return self._main.switch()
@@ -85,6 +91,8 @@ class Scheduler:
         return [each for each in self._waiting if each.width <= WIDE]
 
     def _run(self, group: list[Waiting]) -> None:
+        """Serve as many of `group`, who wait for the same engine, as one call can."""
+        group = group[: group[0].engine.together([each.call for each in group])]
         self._waiting = [each for each in self._waiting if each not in group]
         try:
             results = group[0].engine.call([each.call for each in group])

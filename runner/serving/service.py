@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specrun.engines.backend import ORT
+from specrun.engines.backend import GPU_BACKENDS
 from specrun.engines.errors import SpecrunError, UnfitError
 from specrun.engines.manifest import Bundle
 from specrun.runner.call_costs import WIDEST_TIMED
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.5  # how long the thread sleeps at most while nothing runs; new work wakes it
 
 
+CPU_SLOTS = 8
 WARM_UP = Request((1, 2, 3, 1, 2, 3), max_tokens=8)
 WARM_UP_WIDTHS = (1, 2, 4, 8, 16)
 
@@ -85,16 +86,26 @@ class Service:
     """Runs requests side by side. `submit` and `cancel` may be called from any thread."""
 
     def __init__(
-        self, bundle: Bundle, slots: int, queue_size: int, prefix_bytes: int = 1 << 30, trace: Trace | None = None
+        self,
+        bundle: Bundle,
+        slots: int | None,
+        queue_size: int,
+        prefix_bytes: int = 1 << 30,
+        trace: Trace | None = None,
     ) -> None:
-        """`prefix_bytes`: for rows of sequences that have ended; 0: nothing is reused. `trace`:
-        gets every decision on how far to speculate.
+        """`slots`: requests that run at the same time; None: as many as the engines serve in one call, on a CPU
+        CPU_SLOTS. `prefix_bytes`: for rows of sequences that have ended; 0: nothing is reused. `trace`: gets every
+        decision on how far to speculate.
 
         Raises UnfitError for bundles that it cannot serve, or an error of the engine."""
-        if bundle.manifest.backend != ORT:
+        on_gpu = bundle.manifest.backend in GPU_BACKENDS
+        if slots is None:
+            slots = bundle.manifest.slots if on_gpu else CPU_SLOTS
+        if on_gpu and slots > bundle.manifest.slots:
+            gpus = " ".join(f"--gpu {gpu}" for gpu in bundle.manifest.gpus)
             raise UnfitError(
-                f"{bundle.path} is for the backend {bundle.manifest.backend}; `specrun serve` runs several requests at "
-                f"once, which this version can on ONNX Runtime's CPU provider only: build with --backend {ORT}"
+                f"got {slots} slots, the engines of {bundle.path} serve {bundle.manifest.slots} requests in one call; "
+                f"rebuild it with: {bundle.manifest.command} {gpus} --slots {slots}"
             )
         self.bundle = bundle
         self.queue_size = queue_size
@@ -120,7 +131,7 @@ class Service:
 
     @classmethod
     def open(
-        cls, path: Path, slots: int, queue_size: int, prefix_bytes: int = 1 << 30, trace: Trace | None = None
+        cls, path: Path, slots: int | None, queue_size: int, prefix_bytes: int = 1 << 30, trace: Trace | None = None
     ) -> "Service":
         """Check, load and warm up the bundle at `path`."""
         service = cls(Bundle.open(path), slots, queue_size, prefix_bytes, trace)

@@ -8,6 +8,7 @@ import ctypes
 import enum
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import onnxruntime as ort
 
 from specrun.engines import ort as ort_backend
 from specrun.engines.layers import EngineLayers
-from specrun.engines.signature import BATCH, CAPACITY, TREE
+from specrun.engines.signature import BATCH, CACHE_LENGTH, CAPACITY, TOKENS, TREE
 from specrun.export.axes import pin_axes
 from tests.kernels.driver import load_stand_in
 
@@ -35,6 +36,7 @@ TYPES: dict[str, Any] = {
 
 # What the tests look at and decide.
 calls: list[tuple[int, bool]] = []  # width of each queued call, and whether it was captured
+batches: list[int] = []  # of each queued call
 failures: list[int] = []  # calls that fail: how many good ones come before
 
 
@@ -82,19 +84,19 @@ class Runtime:
         except ValueError:
             self._logger.log(ILogger.Severity.ERROR, "the engine plan file is not compatible with this version")
             return None
-        return CudaEngine(header["widths"], bytes(data[HEADER_BYTES:]))
+        return CudaEngine(header["shapes"], bytes(data[HEADER_BYTES:]))
 
 
 class CudaEngine:
-    def __init__(self, widths: list[int], model: bytes) -> None:
-        self.widths = widths
+    def __init__(self, shapes: list[tuple[int, int]], model: bytes) -> None:
+        self.shapes = shapes  # batch and width
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = 1
         self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.inputs = {each.name: each for each in self.session.get_inputs()}
         self.outputs = {each.name: each for each in self.session.get_outputs()}
-        self.num_optimization_profiles = len(widths)
+        self.num_optimization_profiles = len(shapes)
         self.num_io_tensors = len(self.inputs) + len(self.outputs)
         self.device_memory_size_v2 = MEMORY_BYTES
 
@@ -106,7 +108,8 @@ class CudaEngine:
 
     def shape(self, name: str, profile: int) -> tuple[int, ...]:
         axes = (self.inputs | self.outputs)[name].shape
-        return tuple(self.widths[profile] if isinstance(axis, str) else int(axis) for axis in axes)
+        sizes = dict(zip((BATCH, TOKENS), self.shapes[profile], strict=True))
+        return tuple(sizes[axis] if isinstance(axis, str) else int(axis) for axis in axes)
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return name.replace("present", "past_key_values") if name.startswith("present") else None
@@ -128,8 +131,7 @@ class ExecutionContext:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._ran = False
-        self._call = ctypes.CFUNCTYPE(None)(self._compute)
-        self._binding: Any = None
+        self._queued: dict[Any, Any] = {}  # by addresses
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self._profile = profile
@@ -166,38 +168,51 @@ class ExecutionContext:
                 failures.pop(0)
                 return False
         assert self._profile is not None
-        calls.append((engine.widths[self._profile], capturing))
+        batch, width = engine.shapes[self._profile]
+        calls.append((width, capturing))
+        batches.append(batch)
         self._ran = True
-        driver.stand_in_enqueue(self._call)
+        # A captured call keeps the addresses that it was captured with.
+        addresses = tuple(self._addresses.items())
+        if addresses not in self._queued:
+            self._queued[addresses] = ctypes.CFUNCTYPE(None)(partial(self._compute, dict(addresses)))
+        driver.stand_in_enqueue(self._queued[addresses])
         return True
 
-    def _compute(self) -> None:
-        if self._binding is None:
-            assert self._profile is not None
-            self._binding = self._engine.session.io_binding()
-            for bind, tensors in (
-                (self._binding.bind_input, self._engine.inputs),
-                (self._binding.bind_output, self._engine.outputs),
-            ):
-                for name, tensor in tensors.items():
-                    shape = self._engine.shape(name, self._profile)
-                    bind(name, "cpu", 0, TYPES[tensor.type], shape, self._addresses[name])
-        self._engine.session.run_with_iobinding(self._binding)
+    def _compute(self, addresses: dict[str, int]) -> None:
+        assert self._profile is not None
+        binding = self._engine.session.io_binding()
+        for bind, tensors in (
+            (binding.bind_input, self._engine.inputs),
+            (binding.bind_output, self._engine.outputs),
+        ):
+            for name, tensor in tensors.items():
+                bind(name, "cpu", 0, TYPES[tensor.type], self._engine.shape(name, self._profile), addresses[name])
+        self._engine.session.run_with_iobinding(binding)
 
 
 def build_engine(
-    backend: str, graph: Path, engine: Path, widths: Sequence[int], rows: int, gpus: Sequence[str], cache: Path
+    backend: str,
+    graph: Path,
+    engine: Path,
+    shapes: Sequence[tuple[int, int]],
+    rows: int,
+    gpus: Sequence[str],
+    cache: Path,
 ) -> None:
     """In place of `specrun.engines.tensorrt_build.build_engine`."""
     model = ir.load(graph)
-    pin_axes(model, {BATCH: 1, CAPACITY: rows, TREE: max(widths)})
+    if CACHE_LENGTH not in {value.name for value in model.graph.inputs}:
+        shapes = sorted({(1, width) for _, width in shapes})
+    widths, slots = sorted({width for _, width in shapes}), max(batch for batch, _ in shapes)
+    pin_axes(model, {CAPACITY: rows, TREE: max(widths), **({BATCH: 1} if slots == 1 else {})})
     pinned, compiled = graph.with_name("pinned.onnx"), engine.with_name("stand-in.onnx")
     ir.save(model, pinned)
     ort_backend.compile_graph(pinned, compiled)
     pinned.unlink()
     whole = onnx.load(compiled)
-    header = json.dumps({"widths": list(widths)}).encode()
+    header = json.dumps({"shapes": list(shapes)}).encode()
     engine.write_bytes(header.ljust(HEADER_BYTES, b"\0") + whole.SerializeToString())
-    EngineLayers(tuple(widths), rows, ()).write(engine)
+    EngineLayers(tuple(widths), slots, rows, ()).write(engine)
     for file in engine.parent.glob(f"{compiled.name}*"):
         file.unlink()

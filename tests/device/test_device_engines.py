@@ -101,19 +101,34 @@ def test_an_engine_of_another_version_is_refused(stand_in: None, tmp_path: Path)
 @pytest.mark.parametrize("path", [[], [0], [0, 1, 2], [0, 2], [1, 3, 4], [4], [0, 1, 5, 6, 9]])
 def test_rows_of_an_accepted_path_are_moved_as_on_the_cpu(path: list[int], gpu: Gpu) -> None:
     rng = np.random.default_rng(3)
-    device = DeviceKVCache(gpu, SIGNATURE, "float16", capacity=30, rows=40)
+    device = DeviceKVCache(gpu, SIGNATURE, "float16", capacity=30, rows=40, slots=3)
     host = KVCache(SIGNATURE, "float16", capacity=40)
-    driver = Driver(gpu.device, gpu.stream, gpu.kernels, None)
+    rows = {
+        (layer, part): rng.standard_normal((3, 40, 4)).astype(np.float16) for layer, part in SIGNATURE.cache_parts()
+    }
     for layer, part, buffer in host.buffers(SIGNATURE):
-        values = rng.standard_normal((1, 3, 40, 4)).astype(np.float16)
-        buffer.numpy()[:] = values
-        device._buffers[layer, part].copy_from(driver.upload(values), stream=gpu.stream)
+        buffer.numpy()[0] = rows[layer, part]
+    for slot in range(3):
+        device.write(slot, rows, 40)
     host.gather(7, path)
-    device.gather(7, path)
+    device.gather(1, 7, path)
     for layer, part, buffer in host.buffers(SIGNATURE):
-        got = driver.download(device._buffers[layer, part], (1, 3, 40, 4), np.float16)
-        wanted = buffer.numpy()
-        assert np.array_equal(got[:, :, : 7 + len(path)], wanted[:, :, : 7 + len(path)])
+        count = 7 + len(path)
+        assert np.array_equal(device.read(1, count)[layer, part], buffer.numpy()[0, :, :count])
+        for slot in (0, 2):
+            assert np.array_equal(device.read(slot, 40)[layer, part], rows[layer, part]), "another slot's rows"
+
+
+def test_rows_are_copied_into_a_slot_and_out(gpu: Gpu) -> None:
+    cache = DeviceKVCache(gpu, SIGNATURE, "float16", capacity=30, rows=40, slots=2)
+    rng = np.random.default_rng(5)
+    rows = {key: rng.standard_normal((3, 9, 4)).astype(np.float16) for key in SIGNATURE.cache_parts()}
+    cache.write(1, rows, 6)
+    assert cache.written == [0, 6]
+    for key, got in cache.read(1, 8).items():
+        assert np.array_equal(got[:, :6], rows[key][:, :6])
+        assert not got[:, 6:].any()
+    assert not any(got.any() for got in cache.read(0, 40).values())
 
 
 def test_a_new_cache_is_zero(gpu: Gpu) -> None:

@@ -115,6 +115,39 @@ def test_an_engine_is_built_for(gpu: str, tmp_path: Path, draft_checkpoint: Path
     assert bundle.manifest.gpus == (gpu,)
 
 
+@pytest.mark.parametrize(("precision", "shapes"), [("fp16", 7), ("int8", 2)])
+def test_engines_serve_several_sequences_in_one_call(precision: str, shapes: int, tmp_path: Path) -> None:
+    """A profile for one and one for all of each width that decodes; quantized engines for all only. Caches are updated
+    in place there, too."""
+    model = tiny.make_model(tiny.llama(num_hidden_layers=1), seed=1, sharpness=12.0)
+    bundle = tiny.make_bundle(
+        tmp_path,
+        tiny.save_checkpoint(tmp_path / "target", model),
+        tiny_heads.medusa(tmp_path / "medusa"),
+        backend=TENSORRT_RTX,
+        precision=precision,
+        gpus=("sm89",),
+        nodes=9,
+        capacity=64,
+        slots=4,
+        accept_quality_loss=True,
+    )
+    assert len(bundle.manifest.shapes) == shapes
+    assert bundle.manifest.shapes[-1] == (1, 128)
+    target, heads = (EngineLayers.read(bundle.path / name / "model.engine") for name in ("target", "medusa"))
+    assert (target.slots, target.widths) == (4, bundle.manifest.engine_widths)
+    assert sum(layer.type == "KV_CACHE_UPDATE" for layer in target.layers) == 2
+    assert heads.slots == 1, "rows without a cache may be anyone's"
+    assert "--slots 4" in bundle.manifest.command
+
+
+def test_slots_are_for_engines_with_fixed_shapes(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"got 4 slots for the backend ort, whose engines serve any number"):
+        BuildOptions("m", tmp_path, slots=4)
+    with pytest.raises(BuildError, match=r"got 0 slots, expected 1 to 64"):
+        BuildOptions("m", tmp_path, slots=0)
+
+
 def test_all_known_architectures_are_tested() -> None:
     assert tensorrt.known_architectures(TENSORRT_RTX) == ARCHITECTURES
 

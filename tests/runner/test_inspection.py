@@ -60,7 +60,7 @@ def test_the_command_prints_a_table_and_json(quantized: Bundle, capsys: pytest.C
 
 
 def test_layers_survive_the_file(tmp_path: Path) -> None:
-    layers = EngineLayers((2, 5), 64, (Layer("a", "MATRIX_MULTIPLY", "fp16"), Layer("b", "SHAPE", "")))
+    layers = EngineLayers((2, 5), 1, 64, (Layer("a", "MATRIX_MULTIPLY", "fp16"), Layer("b", "SHAPE", "")))
     layers.write(tmp_path / "model.engine")
     assert EngineLayers.read(tmp_path / "model.engine") == layers
 

@@ -10,8 +10,9 @@ import pytest
 from specrun.engines.manifest import Bundle
 from specrun.runner.runner import Event, Request, Runner
 from specrun.runner.sampling import Sampling
-from specrun.runner.serving.prefix_cache import FEWEST_TOKENS, PrefixCache, Rows
+from specrun.runner.serving.prefix_cache import FEWEST_TOKENS, PrefixCache
 from specrun.runner.serving.service import Service
+from specrun.runner.slot_session import Rows
 from specrun.runner.statistics import Statistics
 
 TURNS, WRITTEN = 3, 24
@@ -148,7 +149,7 @@ def test_without_a_prefix_cache_nothing_is_reused(served_bundle: Bundle, solo: R
         service.stop(10)
 
 
-def rows(tokens: Sequence[int]) -> Rows:
+def rows(tokens: Sequence[int]) -> dict[str, Rows]:
     return {"target": {(0, "key"): np.zeros((1, len(tokens), 8), np.float32)}}
 
 

@@ -320,9 +320,9 @@ def test_an_error_in_one_request_leaves_the_others_alone(
     server: Server, solo: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A defect in one generation; the server goes on."""
-    from specrun.runner.serving import slots
+    from specrun.runner.slot_session import SlotSession
 
-    real = slots.SlotSession.grow
+    real = SlotSession.grow
     broken = [False]
 
     def grow(self: Any, tokens: Any, parents: Any, features: Any = None) -> Any:
@@ -331,7 +331,7 @@ def test_an_error_in_one_request_leaves_the_others_alone(
             raise RuntimeError("a defect")
         return real(self, tokens, parents, features)
 
-    monkeypatch.setattr(slots.SlotSession, "grow", grow)
+    monkeypatch.setattr(SlotSession, "grow", grow)
     with server.http() as client:
         body = {"model": server.model, "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "proposer": "none"}
         first = client.post("/v1/chat/completions", json=body)
