@@ -8,8 +8,8 @@ Two decisions, from what calls cost on this machine (`runner/call_costs.py`) and
   that their rate stays known.
 
 Whether a draft pays is easily mistaken by a few per cent, so what rounds with and without it brought is held against
-what was promised, and corrects it. The way that looks worse is tried now and then, as long as all such tries together
-cost no more than a small share of the time.
+what was promised, and corrects it (`runner/outcomes.py`). The way that looks worse is tried now and then, as long as
+all such tries together cost no more than a small share of the time.
 """
 
 import math
@@ -24,6 +24,7 @@ import numpy as np
 from specrun.engines.manifest import TARGET
 from specrun.runner.call_costs import CallCosts
 from specrun.runner.logits import ACCEPT, FUSE, GUESS
+from specrun.runner.outcomes import Outcomes
 from specrun.runner.types import ROOT, Proposal, Source, Verdict
 
 Array = np.ndarray[Any, Any]
@@ -35,7 +36,6 @@ LEAST_GAIN = 1.03  # verifying must promise so much more than not
 LEAST_DRAFT_GAIN = 1.05  # so must asking a draft
 FORGET_ROUNDS = 0.95  # per round of a request
 FORGET_OVERALL = 0.995  # per round of any request
-FORGET_OUTCOMES = 0.997  # per round of a request
 PRIOR_WEIGHT = 4.0  # guesses that the overall rate counts for in a request's own
 TRY_EVERY = 16  # decisions, at least, between tries of the way that looks worse
 PROBE_EVERY = 128  # rounds of all requests together, at least, between guesses of a draft that is not used
@@ -154,7 +154,7 @@ class Pace:
         self._decided_at, self._decided_for = -1, 0
         self._since_try = 0  # decisions
         self._probed_at = 0
-        self._corrections: dict[tuple[int, bool], Rate] = {}  # by batch and whether a draft is asked
+        self._outcomes: dict[int, Outcomes] = {}  # by size of the batch
         self._offers: dict[RequestPace, Array] = {}
         self._cap = 0
 
@@ -198,7 +198,7 @@ class Pace:
             return Decision(0, 0.0, 0.0, tries=False)
         promised = self._promises(reaches)
         with_draft = 1 + int(np.argmax(promised[1:]))
-        rates = [float(promised[at]) * self._correction(at > 0) for at in (0, with_draft)]
+        rates = [float(promised[at]) * self._outcomes_now.kept(at > 0) for at in (0, with_draft)]
         better = int(rates[1] > LEAST_DRAFT_GAIN * rates[0])
         chosen = better
         self._since_try += 1
@@ -210,15 +210,10 @@ class Pace:
         at = (0, with_draft)[chosen]
         return Decision(reaches[at], float(promised[at]), rates[better], tries=chosen != better)
 
-    def _correction(self, drafting: bool) -> float:
-        """By which promises for batches of about this size are to be multiplied."""
-        batch = len(self.running).bit_length()
-        plain = self._corrections.get((batch, False))
-        base = 1.0 if plain is None else plain.value(1.0)
-        if not drafting:
-            return base
-        own = self._corrections.get((batch, True))
-        return base if own is None else own.value(base)
+    @property
+    def _outcomes_now(self) -> Outcomes:
+        """Those of batches of about this size."""
+        return self._outcomes.setdefault(len(self.running).bit_length(), Outcomes())
 
     def learn_outcome(self, decision: Decision, tokens: int, seconds: float, reading: float, fresh: bool) -> None:
         """What one request got out of a round. `reading`: the part of `seconds` in which drafts caught up. `fresh`: it
@@ -230,12 +225,12 @@ class Pace:
         if decision.tries:
             self.allowance.spend(batch, decision.kind, seconds - tokens * batch / decision.alternative)
         if not fresh:
-            correction = self._corrections.setdefault((batch.bit_length(), decision.draft > 0), Rate(1.0))
-            correction.learn(tokens, (seconds - reading) * decision.promised / batch, FORGET_OUTCOMES)
+            promised = (seconds - reading) * decision.promised / batch
+            self._outcomes_now.learn(decision.draft > 0, tokens, promised, self.round)
 
     def forget_outcomes(self) -> None:
         """What was done so far was no real work."""
-        self._corrections.clear()
+        self._outcomes.clear()
 
     def may_probe(self) -> bool:
         """Whether a draft that is not used may guess once, for its rate: its call makes all requests wait."""

@@ -72,6 +72,7 @@ class World:
         """`hidden_seconds`: that a round with a draft takes and no call accounts for."""
         self.rate, self.draft_seconds, self.batch, self.hidden_seconds = rate, draft_seconds, batch, hidden_seconds
         self.found, self.lookup_rate = found, lookup_rate
+        self.slowness = 1.0  # of everything, whatever the engine's calls take
         self.costs = CallCosts()
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for _ in range(3):
@@ -114,6 +115,7 @@ class World:
         width = max(len(verified.tokens) for verified in settled)
         hidden = self.hidden_seconds * any(request.next.draft for request in requests)
         seconds = STEP + ROW * len(requests) * (1 + width) + drafting + hidden
+        seconds *= self.slowness
         for (request, guesses, rate), verified in zip(guessed, settled, strict=True):
             hits = 0
             while hits < len(verified.tokens) and self.rng.random() < rate:
@@ -146,7 +148,7 @@ class World:
     @property
     def gain(self) -> float:
         """Over plain decoding, as the pretended machine counts it."""
-        return self.tokens / self.seconds * (STEP + ROW * self.batch) / self.batch
+        return self.slowness * self.tokens / self.seconds * (STEP + ROW * self.batch) / self.batch
 
 
 def test_a_good_cheap_draft_is_used_and_reaches_far() -> None:
@@ -190,6 +192,19 @@ def test_costs_that_no_call_accounts_for_are_noticed(batch: int) -> None:
     world = World(0.7, 1e-3, batch, hidden_seconds=30e-3)
     world.rounds(1000)
     assert world.rounds(1000).gain > 0.97
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_other_traffic_does_not_hide_that_a_draft_costs(batch: int) -> None:
+    """All rounds become slower, by more than the draft brought; and the draft, from one round to the next, costs more
+    than the target. Tries are dear then, and what was saved up for them goes at once."""
+    world = World(0.7, 1e-3, batch)
+    for slowness in (1.0, 1.6, 0.7):
+        world.slowness, world.hidden_seconds = slowness, 0.0
+        world.rounds(1000)
+        world.hidden_seconds = 30e-3
+        world.rounds(600)
+        assert world.rounds(1200).gain > 0.96, slowness
 
 
 def test_what_did_not_pay_once_is_tried_again_in_a_batch() -> None:
