@@ -5,6 +5,7 @@
 # make check     ruff, mypy
 # make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes
 # make lossless  every proposer equal to plain decoding on the default model (about half an hour)
+# make triton    [BUNDLE=...]  the tests of Triton Inference Server with a real model's bundle (default: the demo's)
 # make clean     remove everything that was made
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
 
 DEMO_BUNDLE := build/bundles/smollm2-135m
 
-.PHONY: demo engines test check gpu lossless clean
+.PHONY: demo engines test check gpu lossless triton clean
 
 demo: $(VENV)/.export
 	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE) --draft drafts/smollm2-135m-eagle3
@@ -34,7 +35,7 @@ engines: $(VENV)/.export $(if $(GPU),$(VENV)/.gpu)
 	$(BIN)/specrun build "$(MODEL)" --out "$(OUT)" --k $(K) --nodes $(NODES) --backend $(BACKEND) \
 		$(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(if $(SLOTS),--slots $(SLOTS)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
-test: check
+test: check $(VENV)/triton/.created
 	$(BIN)/python -m pytest -q -m "not gpu and not model"
 
 # mypy wants to see the subpackages below a folder called specrun; there is none (pyproject.toml maps them).
@@ -56,6 +57,11 @@ lossless: $(VENV)/.dev
 	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE)-all $(foreach draft,$(LOSSLESS_DRAFTS),--draft $(draft))
 	$(BIN)/python -m pytest -q -s -m model
 
+BUNDLE ?= $(DEMO_BUNDLE)
+
+triton: $(VENV)/.dev $(VENV)/triton/.created
+	SPECRUN_BUNDLE="$(abspath $(BUNDLE))" $(BIN)/python -m pytest -q tests/serving/test_triton.py
+
 clean:
 	rm -rf build $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -70,6 +76,12 @@ $(VENV)/.export: pyproject.toml $(VENV)/.created
 
 $(VENV)/.gpu: pyproject.toml $(VENV)/.export
 	$(BIN)/python -m pip install --quiet --editable ".[export,gpu]"
+	touch $@
+
+# The Triton server of the tests: its Python backend wants another NumPy.
+$(VENV)/triton/.created: pyproject.toml $(VENV)/.created
+	$(PYTHON) -m venv $(VENV)/triton
+	$(VENV)/triton/bin/python -m pip install --quiet --editable ".[serve,grammar,triton-test]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.export

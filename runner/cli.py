@@ -14,6 +14,7 @@ from specrun.runner.commands.generate import generate
 from specrun.runner.commands.inspect import doctor, info, inspect
 from specrun.runner.commands.measure import bench, compare, verify
 from specrun.runner.commands.serve import serve
+from specrun.runner.commands.triton import triton
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -71,7 +72,7 @@ class _Format(logging.Formatter):
         return prefix + record.getMessage()
 
 
-for command in (export, build, distill, info, inspect, generate, serve, verify, bench, compare, doctor):
+for command in (export, build, distill, info, inspect, generate, serve, triton, verify, bench, compare, doctor):
     cli.add_command(command)
 
 

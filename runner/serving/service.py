@@ -160,7 +160,7 @@ class Service:
         if not self._accepting:
             raise StoppedError("the server is shutting down")
         if len(self._waiting) >= self.queue_size + max(0, self._slots_count - len(self._running)):
-            raise BusyError(f"{len(self._waiting)} requests wait already")
+            raise BusyError(f"all slots are busy, and {len(self._waiting)} requests wait already; try again later")
         self._base.check(request)
         generation = Generation(request, sink, time.monotonic() + timeout)
         # Counted at once, so that a burst cannot outrun the engine's thread.

@@ -176,7 +176,7 @@ def test_speculation_goes_off_and_comes_back() -> None:
     assert world.rounds(3000).drafting < 0.2
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.6, 0.9])
 def test_never_slower_than_plain_decoding(rate: float, batch: int) -> None:
     """Finding out included, whatever the draft and the lookup are worth."""
@@ -186,7 +186,7 @@ def test_never_slower_than_plain_decoding(rate: float, batch: int) -> None:
         assert world.rounds(800).gain > 0.97, (found, lookup_rate)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 6])
 def test_costs_that_no_call_accounts_for_are_noticed(batch: int) -> None:
     """By what rounds with and without a draft brought."""
     world = World(0.7, 1e-3, batch, hidden_seconds=30e-3)
@@ -194,7 +194,7 @@ def test_costs_that_no_call_accounts_for_are_noticed(batch: int) -> None:
     assert world.rounds(1000).gain > 0.97
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 6])
 def test_other_traffic_does_not_hide_that_a_draft_costs(batch: int) -> None:
     """All rounds become slower, by more than the draft brought; and the draft, from one round to the next, costs more
     than the target. Tries are dear then, and what was saved up for them goes at once."""
