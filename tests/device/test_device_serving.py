@@ -70,7 +70,7 @@ def requests_of(solo: Runner, proposer: str, sampling: Sampling) -> list[Request
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "proposer",
-    ["none", "ngram", "draft_model", "draft_model_tree", "eagle3_tree", "medusa", "early_exit", "ngram+eagle"],
+    ["none", "ngram", "draft_model_tree", "eagle3", "medusa", "early_exit"],
 )
 def test_requests_side_by_side(proposer: str, sampling: Sampling, solo: Runner, slots: Slots) -> None:
     if solo.bundle.manifest.quantized and proposer.endswith("_tree"):
