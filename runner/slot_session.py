@@ -127,6 +127,6 @@ class SlotSession:
 
     def take_rows(self, rows: Rows, count: int) -> None:
         """Begin with the first `count` of `rows`, or all if they are fewer; without any other."""
-        count = min(count, *(array.shape[1] for array in rows.values()))
+        count = max(0, min(count, *(array.shape[1] for array in rows.values())))
         self._cache.write(self._slot, rows, count)
         self.truncate(count)

@@ -42,7 +42,7 @@ def triton(
     from specrun.engines.manifest import Bundle
     from specrun.runner.triton.repository import RepositoryOptions, write_repository
 
-    options = RepositoryOptions(slots, queue, prefix_cache, gpus or (0,), copy, engines)
+    options = RepositoryOptions(slots, queue, prefix_cache, gpus, copy, engines)
     for name in write_repository(Bundle.open(bundle), repository, options):
         click.echo(f"{repository}/{name}")
     return 0

@@ -23,13 +23,13 @@ from specrun.runner.sampling import Sampling
 from specrun.runner.serving.metrics import Metrics
 from specrun.runner.serving.replies import Replies
 from specrun.runner.serving.schema import ChatCompletion, Completion
-from specrun.runner.serving.service import BusyError, DeadlineError, Service, StoppedError
+from specrun.runner.serving.service import CLIENT_ERRORS, BusyError, DeadlineError, Service, StoppedError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 HEALTH_SECONDS = 30.0
-STATUS_OF = {BusyError: 429, StoppedError: 503, DeadlineError: 504, RequestError: 400}
+STATUS_OF = {BusyError: 429, StoppedError: 503, DeadlineError: 504}
 TYPE_OF = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -336,7 +336,10 @@ def _status(error: Exception) -> tuple[int, str]:
     for kind, status in STATUS_OF.items():
         if isinstance(error, kind):
             return status, str(error)
-    return (400, str(error)) if isinstance(error, SpecrunError) else (500, "internal error")
+    if isinstance(error, CLIENT_ERRORS):
+        return 400, str(error)
+    # Ours say what failed, without a word of the prompt; others may say anything.
+    return 500, str(error) if isinstance(error, SpecrunError) else "internal error"
 
 
 def _error(status: int, message: str, parameter: str | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Ended:
 
     tokens: Array  # int64
     rows: dict[str, Rows]  # of each cache that a slot has, by the name of its model
+    lags: dict[str, int]  # tokens that a head's rows leave out: row i is of a token that much further on, or less
     size: int = field(init=False)  # bytes
 
     def __post_init__(self) -> None:
@@ -70,9 +71,9 @@ class PrefixCache:
         self._held.move_to_end(id(best))
         return best, count
 
-    def put(self, tokens: Sequence[int], rows: dict[str, Rows]) -> None:
+    def put(self, tokens: Sequence[int], rows: dict[str, Rows], lags: dict[str, int]) -> None:
         """Keep a sequence; what it continues, and what was not used for longest, gives way."""
-        ended = Ended(np.array(tokens, np.int64), rows)
+        ended = Ended(np.array(tokens, np.int64), rows, lags)
         if len(tokens) < FEWEST_TOKENS or ended.size > self._most_bytes:
             return
         for key, other in list(self._held.items()):

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from specrun.engines.backend import GPU_BACKENDS
-from specrun.engines.errors import SpecrunError, UnfitError
+from specrun.engines.errors import RequestError, SpecrunError, UnfitError
 from specrun.engines.manifest import Bundle
 from specrun.runner.call_costs import WIDEST_TIMED
+from specrun.runner.grammar import GrammarError
+from specrun.runner.kv_cache import CapacityError
 from specrun.runner.pace import Pace, Trace
 from specrun.runner.runner import Event, Request, Runner
 from specrun.runner.serving.prefix_cache import PrefixCache
@@ -48,6 +50,9 @@ class DeadlineError(SpecrunError):
     """A request took longer than it may."""
 
 
+# What a client can mend; any other error is the server's.
+CLIENT_ERRORS = (RequestError, GrammarError, CapacityError, UnfitError)
+
 # What a generation's owner gets: an event, or the error that ended it. Called in the engine's thread.
 Sink = Callable[[Event | BaseException], None]
 
@@ -60,10 +65,8 @@ class Generation:
     sink: Sink
     deadline: float  # by time.monotonic()
     statistics: Statistics = field(default_factory=Statistics)
-    arrived: float = field(default_factory=time.monotonic)
     slot: int | None = None
     task: Any = None
-    cancelled: bool = False
     ended: bool = False
 
 
@@ -119,7 +122,6 @@ class Service:
         self._stopping = False
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self.tick = 0  # engine calls so far: a watchdog sees whether it moves
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -205,7 +207,6 @@ class Service:
             if self._slots.scheduler.idle:
                 continue
             self._slots.scheduler.step()
-            self.tick += 1
         for generation in [*self._running, *self._waiting]:
             self._end(generation, StoppedError("the server stopped before the request was finished"))
 
@@ -278,7 +279,7 @@ class Service:
             error = raised
         self._finish(generation)
         if error is not None and not isinstance(error, CancelledError):
-            if not isinstance(error, SpecrunError):
+            if not isinstance(error, (*CLIENT_ERRORS, StoppedError, DeadlineError)):
                 logger.error("a generation failed: %s: %s", type(error).__name__, error, exc_info=error)
             generation.sink(error)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from specrun.engines.backend import GPU_BACKENDS
-from specrun.engines.manifest import EARLY_EXIT, TARGET, Bundle
+from specrun.engines.manifest import DRAFT_MODEL, EARLY_EXIT, TARGET, Bundle
 from specrun.engines.signature import Signature
 from specrun.runner.call_costs import CallCosts
 from specrun.runner.logits import Logits
@@ -77,6 +77,8 @@ class SlotLoader:
     def __init__(self, slots: Slots, slot: int) -> None:
         self._slots, self._slot = slots, slot
         self._sessions: dict[str, SlotSession] = {}
+        self._reused = 0  # tokens that need not be read
+        self._lags: dict[str, int] = {}  # as in `Ended`
 
     def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> SlotCache:
         maker = self._slots.maker
@@ -121,6 +123,8 @@ class SlotLoader:
 
     def release(self) -> None:
         """The sequence has ended."""
+        self._reused = 0
+        self._lags.clear()
         for session in self._sessions.values():
             session.release()
 
@@ -130,7 +134,9 @@ class SlotLoader:
         if kept.enabled and target.length:
             # An early exit has no rows of its own.
             own = {name: session for name, session in self._sessions.items() if name != EARLY_EXIT and session.length}
-            kept.put(tokens[: target.length], {name: session.rows() for name, session in own.items()})
+            # A head that was opened after the start has none of the rows before.
+            lags = {name: self._lags.get(name, self._reused) for name in own if _is_head(name)}
+            kept.put(tokens[: target.length], {name: session.rows() for name, session in own.items()}, lags)
 
     def recall(self, prompt: Sequence[int], kept: PrefixCache) -> int:
         """Begin with rows that hold for `prompt`; returns how many of its tokens need not be read."""
@@ -138,7 +144,16 @@ class SlotLoader:
         if found is None:
             return 0
         ended, count = found
-        for name, rows in ended.rows.items():
-            if name in self._sessions:
-                self._sessions[name].take_rows(rows, count)
+        self._reused = count
+        for name, session in self._sessions.items():
+            lag = ended.lags.get(name, 0)
+            if name in ended.rows:
+                session.take_rows(ended.rows[name], count - lag)
+            if _is_head(name):
+                self._lags[name] = count - session.length
         return count
+
+
+def _is_head(session: str) -> bool:
+    """Whether it cannot read what it missed: it would need states that the target had then."""
+    return session not in (TARGET, DRAFT_MODEL, EARLY_EXIT)

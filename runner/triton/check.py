@@ -1,7 +1,8 @@
 """Checks of a running Triton server, over HTTP: streaming, and that speculation changes nothing."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ def probe(url: str) -> None:
         _whole(client, {"text_input": "a", "max_tokens": 1, "temperature": 0.0, "proposer": "none"})
 
 
-def check_server(url: str, progress: Callable[[], None] = lambda: None) -> Iterator[Check]:
+def check_server(url: str) -> Iterator[Check]:
     """Every prompt, greedy and sampled: plain against speculative, whole against streamed. Raises TritonCheckError."""
     with _client(url, timeout=600) as client:
         for number, prompt in enumerate(PROMPTS, start=1):
@@ -50,18 +51,20 @@ def check_server(url: str, progress: Callable[[], None] = lambda: None) -> Itera
                 pieces = _streamed(client, body)
                 yield Check(f"{label}: speculative as plain", _difference(plain, whole))
                 yield Check(f"{label}: streamed as whole", _stream_problem(whole, pieces))
-                progress()
 
 
-def _client(url: str, timeout: float) -> httpx.Client:
-    return httpx.Client(base_url=url if "://" in url else f"http://{url}", timeout=timeout)
+@contextmanager
+def _client(url: str, timeout: float) -> Iterator[httpx.Client]:
+    """Raises TritonCheckError where the server does not answer."""
+    try:
+        with httpx.Client(base_url=url if "://" in url else f"http://{url}", timeout=timeout) as client:
+            yield client
+    except httpx.HTTPError as error:
+        raise TritonCheckError(f"{url} does not answer: {error or type(error).__name__}") from error
 
 
 def _whole(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    try:
-        reply = client.post(f"/v2/models/{MODEL}/generate", json=body)
-    except httpx.HTTPError as error:
-        raise TritonCheckError(f"{client.base_url} does not answer: {error or type(error).__name__}") from error
+    reply = client.post(f"/v2/models/{MODEL}/generate", json=body)
     if reply.status_code != 200:
         raise TritonCheckError(f"the server answered {reply.status_code}: {reply.text[:300]}")
     found: dict[str, Any] = reply.json()

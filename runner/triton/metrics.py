@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from specrun.runner.serving.service import Service
+from specrun.runner.serving.service import Load, Service
 from specrun.runner.statistics import Statistics
 
 COUNTERS = {
@@ -25,6 +25,7 @@ class TritonMetrics:
     def __init__(self, pb_utils: Any, model: str, service: Service) -> None:
         self._service = service
         self._lock = threading.Lock()
+        self._shown: Load | None = None
         kind, labels = pb_utils.MetricFamily, {"model": model}
         # A family ends with the last reference to it.
         self._families = {
@@ -48,6 +49,13 @@ class TritonMetrics:
         with self._lock:
             for name, count in counts.items():
                 self._metrics[name].increment(count)
-            load = self._service.load
+
+    def show_load(self) -> None:
+        """What goes on at present."""
+        load = self._service.load
+        if load == self._shown:
+            return
+        self._shown = load
+        with self._lock:
             self._metrics["num_requests_running"].set(load.running)
             self._metrics["num_requests_waiting"].set(load.waiting)

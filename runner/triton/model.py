@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from specrun.engines.errors import RequestError, SpecrunError
+from specrun.engines.errors import SpecrunError
 from specrun.runner.runner import Event, Request
-from specrun.runner.serving.service import BusyError, DeadlineError, Generation, Service, StoppedError
+from specrun.runner.serving.service import CLIENT_ERRORS, BusyError, DeadlineError, Generation, Service, StoppedError
 from specrun.runner.triton.metrics import TritonMetrics
 from specrun.runner.triton.request import Asked, read_request
 from specrun.runner.triton.settings import Settings
@@ -21,7 +21,7 @@ from specrun.runner.triton.settings import Settings
 WATCH_SECONDS = 0.05  # how often clients that went away are looked for
 DRAIN_SECONDS = 30.0
 CODES = {
-    RequestError: "INVALID_ARG",
+    **dict.fromkeys(CLIENT_ERRORS, "INVALID_ARG"),
     BusyError: "UNAVAILABLE",
     StoppedError: "UNAVAILABLE",
     DeadlineError: "CANCELLED",
@@ -88,8 +88,9 @@ class Model:
         sender.send(self._pb.InferenceResponse(error=error), flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _watch(self) -> None:
-        """Ends what nobody waits for any more."""
+        """Ends what nobody waits for any more, and keeps the gauges true."""
         while not self._ended.wait(WATCH_SECONDS):
+            self._metrics.show_load()
             with self._lock:
                 live = list(self._live)
             for reply in live:
@@ -179,4 +180,4 @@ class _TritonLog(logging.Handler):
 
 
 def _code(error: BaseException) -> str:
-    return next((code for kind, code in CODES.items() if isinstance(error, kind)), "INVALID_ARG")
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), "INTERNAL")

@@ -42,7 +42,7 @@ class RepositoryOptions:
     slots: int | None = None  # None: what the service takes
     queue: int = 64
     prefix_cache: int = 1024  # MiB
-    gpus: tuple[int, ...] = (0,)  # devices, an instance of the bundle on each
+    gpus: tuple[int, ...] = ()  # devices, an instance of the bundle on each; none: the first
     copy: bool = False  # the bundle into the repository, instead of its path
     engines: bool = False  # its engines as plain models, too
 
@@ -77,7 +77,11 @@ def _write_model(bundle: Bundle, folder: Path, options: RepositoryOptions) -> st
     if options.slots is not None:
         parameters["slots"] = str(options.slots)
     on_gpu = bundle.manifest.backend in GPU_BACKENDS
-    devices = ", ".join(map(str, options.gpus))
+    if options.gpus and not on_gpu:
+        raise RequestError(
+            f"got GPU {options.gpus[0]} for a bundle of the backend {bundle.manifest.backend}, which uses none"
+        )
+    devices = ", ".join(map(str, options.gpus or (0,)))
     gpu = f"{{ kind: KIND_GPU count: 1 gpus: [ {devices} ] }}"
     cpu = "{ kind: KIND_CPU count: 1 }"
     (folder / "config.pbtxt").write_text(_config(parameters, gpu if on_gpu else cpu), encoding="utf-8")

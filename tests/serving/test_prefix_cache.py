@@ -12,6 +12,7 @@ from specrun.runner.runner import Event, Request, Runner
 from specrun.runner.sampling import Sampling
 from specrun.runner.serving.prefix_cache import FEWEST_TOKENS, PrefixCache
 from specrun.runner.serving.service import Service
+from specrun.runner.serving.slots import Slots
 from specrun.runner.slot_session import Rows
 from specrun.runner.statistics import Statistics
 
@@ -153,8 +154,8 @@ def rows(tokens: Sequence[int]) -> dict[str, Rows]:
 def test_the_most_alike_sequence_is_found_and_never_too_many_rows() -> None:
     cache = PrefixCache(1 << 20)
     first, second = list(range(100)), [*range(60), *range(200, 240)]
-    cache.put(first, rows(first))
-    cache.put(second, rows(second))
+    cache.put(first, rows(first), {})
+    cache.put(second, rows(second), {})
     for prompt, count in (
         ([*range(60), 200, 201, 7], 61),
         ([*range(90), 7, 7], 89),
@@ -171,23 +172,61 @@ def test_what_was_not_used_for_longest_gives_way() -> None:
     sequences = [[start, *range(100)] for start in range(3)]
     cache = PrefixCache(2 * (101 * 8 + rows(sequences[0])["target"][0, "key"].nbytes))
     for sequence in sequences[:2]:
-        cache.put(sequence, rows(sequence))
+        cache.put(sequence, rows(sequence), {})
     assert cache.find(sequences[0]) is not None
-    cache.put(sequences[2], rows(sequences[2]))
+    cache.put(sequences[2], rows(sequences[2]), {})
     assert len(cache) == 2
     assert cache.find(sequences[1]) is None
     assert cache.find(sequences[0]) is not None
     assert cache.size <= 2 * (101 * 8 + 101 * 8 * 4)
     big = list(range(1000, 2000))
-    cache.put(big, rows(big))
+    cache.put(big, rows(big), {})
     assert cache.find(big) is None, "larger than all that may be held"
 
 
 def test_a_sequence_replaces_what_it_continues() -> None:
     cache, turn = PrefixCache(1 << 20), list(range(50))
-    cache.put(turn, rows(turn))
-    cache.put(turn + [7] * 50, rows(turn + [7] * 50))
+    cache.put(turn, rows(turn), {})
+    cache.put(turn + [7] * 50, rows(turn + [7] * 50), {})
     assert len(cache) == 1
-    cache.put(turn, rows(turn))
+    cache.put(turn, rows(turn), {})
     assert len(cache) == 1
     assert cache.find([*turn, 9]) is not None
+
+
+def test_a_head_behind_a_gap_gives_no_row_of_a_token_that_is_not_shared(served_bundle: Bundle, solo: Runner) -> None:
+    """Its rows are of later tokens than the target's rows of the same number."""
+    slots, kept = Slots(served_bundle, 2), PrefixCache(1 << 28)
+    loaders = [slots.loader(slot) for slot in range(2)]
+    runners = [solo.beside(loader) for loader in loaders]
+    prompt = list(solo.encode("the sun rose over the sea " * 3))
+
+    def turn(slot: int, proposer: str) -> int:
+        done: list[int] = []
+        reused: list[int] = []
+
+        def generate() -> None:
+            reused.append(loaders[slot].recall(prompt, kept))
+            request = Request(tuple(prompt), max_tokens=20, sampling=Sampling(seed=1), proposer=proposer, k=3)
+            done.extend(event.token.id for event in runners[slot].stream(request, reused=reused[0]))
+            loaders[slot].remember(prompt + done, kept)
+
+        slots.scheduler.spawn(generate)
+        while not slots.scheduler.idle:
+            slots.scheduler.step()
+        loaders[slot].release()
+        prompt.extend(done)
+        return reused[0]
+
+    turn(0, "eagle3")
+    turn(0, "none")  # the head reads nothing of this turn
+    gap = len(prompt)
+    assert turn(0, "eagle3") > 0
+    turn(1, "eagle3")
+    shared = prompt[: gap + 4]  # ends soon behind the gap
+    count = loaders[1].recall([*shared, 1, 2, 3], kept)
+    assert count >= gap
+    ended, _ = kept.find([*shared, 1, 2, 3]) or pytest.fail("it is held")
+    lag, held = ended.lags["eagle3"], ended.rows["eagle3"][0, "key"].shape[1]
+    assert held > count - lag, "so there are rows that must not be given"
+    assert loaders[1]._sessions["eagle3"].length == max(0, count - lag)

@@ -13,6 +13,7 @@ import pytest
 from specrun.engines.manifest import Bundle
 from specrun.runner.cli import run
 from specrun.runner.commands.exit_codes import EXIT_REFUSED
+from specrun.runner.filters import LogitsError
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
 from specrun.runner.serving.app import Limits, make_app
@@ -316,10 +317,15 @@ def test_when_all_is_full_clients_are_told_to_come_back(server: Server) -> None:
     assert set(retry) == {"1"}
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(RuntimeError("a defect"), "internal error"), (LogitsError("no finite number"), "no finite number")],
+    ids=["defect", "engine"],
+)
 def test_an_error_in_one_request_leaves_the_others_alone(
-    server: Server, solo: Runner, monkeypatch: pytest.MonkeyPatch
+    error: Exception, message: str, server: Server, solo: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A defect in one generation; the server goes on."""
+    """A defect in one generation, or an engine that fails: the server's fault, not the client's; it goes on."""
     from specrun.runner.slot_session import SlotSession
 
     real = SlotSession.grow
@@ -328,14 +334,14 @@ def test_an_error_in_one_request_leaves_the_others_alone(
     def grow(self: Any, tokens: Any, parents: Any, features: Any = None) -> Any:
         if not broken[0] and len(tokens) == 1:
             broken[0] = True
-            raise RuntimeError("a defect")
+            raise error
         return real(self, tokens, parents, features)
 
     monkeypatch.setattr(SlotSession, "grow", grow)
     with server.http() as client:
         body = {"model": server.model, "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "proposer": "none"}
         first = client.post("/v1/chat/completions", json=body)
-        assert (first.status_code, first.json()["error"]["message"]) == (500, "internal error")
+        assert (first.status_code, first.json()["error"]["message"]) == (500, message)
         second = client.post("/v1/chat/completions", json=body)
     assert second.json()["choices"][0]["message"]["content"] == solo_text(solo, max_tokens=5)
 

@@ -293,6 +293,14 @@ def test_metrics(triton: Triton) -> None:
     assert triton.metric("prompt_tokens_total") > before["prompt_tokens"]
 
 
+def test_the_gauges_say_what_goes_on(triton: Triton) -> None:
+    url = f"http://{triton.http}/v2/models/{MODEL}/generate_stream"
+    with httpx.Client(trust_env=False, timeout=SECONDS) as client, client.stream("POST", url, json=LONG) as reply:
+        assert next(reply.iter_lines()).startswith("data: ")
+        wait_until(lambda: triton.metric("num_requests_running") == 1)
+    wait_until(lambda: triton.metric("num_requests_running") == 0)
+
+
 def test_the_check_and_the_probe_of_a_running_server(triton: Triton, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["triton", "--check", triton.http]) == 0
     said = capsys.readouterr().out
@@ -362,6 +370,7 @@ def test_the_repository_for_gpus(bundle: Bundle, tmp_path: Path) -> None:
     assert config.parameters["prefix_cache"].string_value == "7"
     assert [each.name for each in config.input] == [tensor.name for tensor in INPUTS]
     assert all(each.optional for each in config.input)
+    assert "slots" not in config.parameters, "as many as the engines serve"
     (group,) = parsed(out / MODEL / "configs" / "cpu.pbtxt").instance_group
     assert group.kind == group.KIND_CPU
 
@@ -380,3 +389,7 @@ def test_engines_as_plain_models(served_bundle: Bundle, tmp_path: Path) -> None:
             wanted = {each.name: [axis if isinstance(axis, int) else -1 for axis in each.shape] for each in there}
             assert {each.name: list(each.dims) for each in told} == wanted, name
     assert run(["triton", str(served_bundle.path), str(out)]) == EXIT_REFUSED  # it is there already
+    assert (
+        run(["triton", str(served_bundle.path), str(tmp_path / "other"), "--device", "1"]) == EXIT_REFUSED
+    )  # on a CPU
+    assert not (tmp_path / "other").exists()
