@@ -206,7 +206,8 @@ def test_runner_needs_no_training_library(bundle: Bundle) -> None:
             sys.modules[name] = None
         import specrun.runner
         for module in pkgutil.walk_packages(specrun.runner.__path__, "specrun.runner."):
-            importlib.import_module(module.name)
+            if module.name != "specrun.runner.triton.model_file":  # imports what only Triton's stub process has
+                importlib.import_module(module.name)
         from specrun.runner.cli import run
         for proposer in ("ngram", "draft_model"):
             code = run(["generate", sys.argv[1], "--prompt", "the serving", "--compare", "--proposer", proposer])
