@@ -6,6 +6,7 @@
 # make gpu       on a machine with a GPU: the tests that need one, and how long the accept step takes
 # make lossless  every proposer equal to plain decoding on the default model (about half an hour)
 # make triton    [BUNDLE=...]  the tests of Triton Inference Server with a real model's bundle (default: the demo's)
+# make peers     specrun beside other libraries on this machine's CPU: same model, prompts, threads (benchmarks/README.md)
 # make clean     remove everything that was made
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ OUT ?= build/bundles/$(notdir $(patsubst %/,%,$(MODEL)))
 
 DEMO_BUNDLE := build/bundles/smollm2-135m
 
-.PHONY: demo engines test check gpu lossless triton clean
+.PHONY: demo engines test check gpu lossless triton peers clean
 
 demo: $(VENV)/.export
 	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE) --draft drafts/smollm2-135m-eagle3
@@ -45,6 +46,7 @@ check: $(VENV)/.dev
 	mkdir -p build && ln -sfn .. build/specrun
 	MYPYPATH=build $(BIN)/mypy -p specrun.distill -p specrun.export -p specrun.calibration -p specrun.engines -p specrun.runner
 	MYPYPATH=build $(BIN)/mypy tests
+	MYPYPATH=build $(BIN)/mypy benchmarks
 
 gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m gpu
@@ -61,6 +63,11 @@ BUNDLE ?= $(DEMO_BUNDLE)
 
 triton: $(VENV)/.dev $(VENV)/triton/.created
 	SPECRUN_BUNDLE="$(abspath $(BUNDLE))" $(BIN)/python -m pytest -q tests/serving/test_triton.py
+
+peers: $(VENV)/.dev
+	$(BIN)/specrun build smollm2-135m --out $(DEMO_BUNDLE) --draft drafts/smollm2-135m-eagle3
+	$(BIN)/specrun build smollm2-135m --precision int8 --out $(DEMO_BUNDLE)-int8 --draft drafts/smollm2-135m-eagle3
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf build $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

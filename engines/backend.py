@@ -1,5 +1,7 @@
 """The engine backends by name, and the names of their files."""
 
+from pathlib import Path
+
 ORT = "ort"  # ONNX Runtime on the CPU
 ORT_CUDA = "ort-cuda"  # ONNX Runtime on an NVIDIA GPU
 TENSORRT, TENSORRT_RTX = "tensorrt", "tensorrt-rtx"
@@ -9,6 +11,11 @@ GPU_BACKENDS = (ORT_CUDA, TENSORRT, TENSORRT_RTX)
 
 # Engines of a model: itself, the same with layers left out, and what fuses the states that an EAGLE-3 head reads.
 MODEL, EARLY_EXIT_MODEL, FUSE = "model", "early_exit", "fuse"
+
+
+def one_sequence_file(engine: Path) -> Path:
+    """The file beside `engine` that holds the same model for calls of one sequence, where there is one."""
+    return engine.with_name(f"{engine.stem}.one{engine.suffix}")
 
 
 def engine_file(backend: str, engine: str = MODEL) -> str:

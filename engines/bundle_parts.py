@@ -17,6 +17,7 @@ from specrun.engines.backend import (
     EARLY_EXIT_MODEL,
     TENSORRT_BACKENDS,
     engine_file,
+    one_sequence_file,
 )
 from specrun.engines.build_options import BuildOptions
 from specrun.engines.card import ExportCard
@@ -100,7 +101,10 @@ class BundleParts:
         if compiler.backend in TENSORRT_BACKENDS:
             logger.info("early exit: %d of %d layers, with weights of its own", kept, signature.num_layers)
         else:
-            own = share_weights(engine, directory / engine_file(compiler.backend))
+            one, target_engine = one_sequence_file(engine), directory / engine_file(compiler.backend)
+            if one.is_file():
+                share_weights(one, target_engine)
+            own = share_weights(engine, target_engine)
             logger.info("early exit: %d of %d layers, %d bytes of weights of its own", kept, signature.num_layers, own)
         return HeadEntry(
             name=f"{kept} of {signature.num_layers} layers",

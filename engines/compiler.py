@@ -11,10 +11,14 @@ from specrun.calibration.products import Graph
 from specrun.calibration.w8a8 import SIGNED, UNSIGNED, quantize_products
 from specrun.calibration.weights import quantize_weights
 from specrun.engines import ort
-from specrun.engines.backend import ORT, ORT_CUDA
+from specrun.engines.backend import ORT, ORT_CUDA, one_sequence_file
+from specrun.engines.cpu_fusion import fuse_for_cpu
+from specrun.engines.joined_products import join_products
 from specrun.engines.layers import EngineLayers, Layer
 from specrun.engines.manifest import call_shapes
+from specrun.engines.one_sequence import use_group_query_attention
 from specrun.engines.precision import Precision
+from specrun.engines.shared_weights import share_weights
 from specrun.engines.tensorrt_build import build_engine
 
 # Compiles a graph into an engine for ONNX Runtime.
@@ -52,7 +56,7 @@ class Compiler:
         """Compile the exported `graph`. `capacity`: tokens that its KV cache holds. Without a plan activations are not
         quantized. Raises an error of the backend."""
         if self.backend in (ORT, ORT_CUDA):
-            self._compile_for_ort(graph, engine, plan)
+            self._compile_for_ort(graph, engine, plan, one_sequence=self.backend == ORT)
             return
         rows = self.rows(capacity)
         if plan is None:
@@ -68,7 +72,7 @@ class Compiler:
 
     def compile_for_measuring(self, graph: Path, engine: Path, plan: Plan | None) -> None:
         """The same numbers, as far as they go, on ONNX Runtime's CPU provider. Raises EngineError."""
-        self._compile_for_ort(graph, engine, plan)
+        self._compile_for_ort(graph, engine, plan, one_sequence=False)
 
     def _applied(self, plan: Plan) -> Plan:
         """What of `plan` concerns us: where products that compute in more than 8 bits keep their weights, there is
@@ -77,21 +81,33 @@ class Compiler:
             return plan
         return {name: each for name, each in plan.items() if each.quantized}
 
-    def _compile_for_ort(self, graph: Path, engine: Path, plan: Plan | None) -> None:
+    def _compile_for_ort(self, graph: Path, engine: Path, plan: Plan | None, one_sequence: bool) -> None:
         precision, source = self.precision, graph
+        on_cpu = self.backend != ORT_CUDA  # measuring, too
+        joined, quantized = _scratch(engine, "joined"), _scratch(engine, "quantized")
+        if on_cpu:
+            join_products(graph, joined)
+            source = joined
         if plan is not None or precision.weight_bits is not None:
-            opened = Graph(graph)
+            opened = Graph(source)
             if plan is not None:
                 quantize_products(opened, self._applied(plan), UNSIGNED)
             if precision.weight_bits is not None:
                 quantize_weights(opened, precision.weight_bits, precision.block)
-            source = _scratch(engine, "quantized")
-            opened.save(source)
+            opened.save(quantized)
+            source = quantized
             del opened
+        if on_cpu:
+            fuse_for_cpu(source)
         ort.compile_graph(source, engine, self.backend)
-        if source is not graph:
-            _remove(source)
         _describe(engine).write(engine)
+        if one_sequence and use_group_query_attention(source):
+            one = one_sequence_file(engine)
+            ort.compile_graph(source, one)
+            share_weights(one, engine)
+            _describe(one).write(one)
+        _remove(joined)
+        _remove(quantized)
 
 
 def _scratch(engine: Path, what: str) -> Path:

@@ -16,11 +16,14 @@ TREE_MASK = "tree_mask"  # bool [batch, tokens, tree]: row i may attend to colum
 FEATURES = "features"  # [batch, tokens, hidden]: what an EAGLE head reads beside each token
 HIDDEN_STATES = "hidden_states"  # [batch, tokens, taps * hidden]
 LOGITS = "logits"  # [batch, tokens, vocab]
+# int64 [batch, rows], of engines for ONNX Runtime's CPU provider only, no exported graph has it: the tokens of the call
+# whose logits are wanted; `logits` is [batch, rows, vocab] then.
+LOGIT_ROWS = "logit_rows"
 
 # The columns of `tree_mask` are the last `tree` cache rows, those of this call at the end; tree >= tokens. Rows
 # before them are visible to all. A verification has tree == tokens; a draft that grows a tree level by level
 # masks the rows of the earlier levels too.
-BATCH, TOKENS, TREE, CAPACITY = "batch", "tokens", "tree", "capacity"
+BATCH, TOKENS, TREE, CAPACITY, ROWS = "batch", "tokens", "tree", "capacity", "rows"
 
 CONTROL_AXES: dict[str, tuple[str, ...]] = {
     INPUT_IDS: (BATCH, TOKENS),

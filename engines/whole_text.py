@@ -14,6 +14,7 @@ from specrun.engines.signature import (
     CACHE_LENGTH,
     FEATURES,
     INPUT_IDS,
+    LOGIT_ROWS,
     LOGITS,
     POSITION_IDS,
     TREE_MASK,
@@ -31,6 +32,7 @@ class WholeTextModel:
 
     def __init__(self, engine: Path, signature: Signature) -> None:
         self._session = ort.load_engine(engine)
+        self._selects_rows = LOGIT_ROWS in {each.name for each in self._session.get_inputs()}
         self._signature = signature
         self._binding = self._session.io_binding()
         dtype = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -58,6 +60,8 @@ class WholeTextModel:
             CACHE_LENGTH: np.zeros(1, np.int64),
             TREE_MASK: np.tri(width, dtype=bool)[None],
         }
+        if self._selects_rows:
+            inputs[LOGIT_ROWS] = np.arange(width)[None]
         if features is not None:
             inputs[FEATURES] = np.ascontiguousarray(features[None, :width], self._dtype)
         for name, array in inputs.items():

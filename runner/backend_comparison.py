@@ -121,6 +121,6 @@ def _read(session: Session, ids: Array, chunks: Array, columns: int) -> Array:
     session.truncate(0)
     rows: list[Array] = []
     for start, width in zip(np.cumsum(chunks) - chunks, chunks, strict=True):
-        logits = feed(session, ids[start : start + width].tolist()).logits
+        logits = feed(session, ids[start : start + width].tolist(), wanted=None).logits
         rows += [logits.row(index)[:columns].copy() for index in range(len(logits))]
     return np.stack(rows)

@@ -56,7 +56,7 @@ def decode(
         proposer.start(reused)
     for start in range(reused, len(tokens) - 1, limits.prefill_width):
         with statistics.timed("prefill"):
-            output = feed(target, tokens[start : min(start + limits.prefill_width, len(tokens) - 1)])
+            output = feed(target, tokens[start : min(start + limits.prefill_width, len(tokens) - 1)], wanted=0)
         if proposer is not None:
             with statistics.timed("propose"):
                 proposer.observe(output.hidden)

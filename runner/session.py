@@ -13,9 +13,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Output:
-    """What a call gives for each token, valid until the next call."""
+    """What a call gives, valid until the next call."""
 
-    logits: Logits
+    logits: Logits  # of each token, or of the last ones, as many as were wanted
     hidden: Array | None  # float32 [tokens, taps * hidden], of models that have taps
 
 
@@ -38,11 +38,18 @@ class Session(Protocol):
     def max_nodes(self) -> int:
         """That may lie below the committed tokens when a call adds more."""
 
-    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+    def grow(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        features: Array | None = None,
+        wanted: int | None = None,
+    ) -> Output:
         """Feed nodes without committing them.
 
         `parents`: as in `Proposal`; nodes are counted from the last commit on, over several calls. `features`
-        [tokens, hidden]: for models that read them. Raises CapacityError.
+        [tokens, hidden]: for models that read them. `wanted`: of so many of the last tokens logits are read; None: of
+        all. Raises CapacityError.
         """
 
     def keep(self, nodes: Sequence[int]) -> None:
@@ -52,8 +59,8 @@ class Session(Protocol):
         """Set the committed length: forget every token from there on, and all nodes."""
 
 
-def feed(session: Session, tokens: Sequence[int], features: Array | None = None) -> Output:
-    """Feed a chain of tokens after the committed ones and commit it."""
-    output = session.grow(tokens, range(-1, len(tokens) - 1), features)
+def feed(session: Session, tokens: Sequence[int], features: Array | None = None, wanted: int | None = 1) -> Output:
+    """Feed a chain of tokens after the committed ones and commit it. The rest as in `Session.grow`."""
+    output = session.grow(tokens, range(-1, len(tokens) - 1), features, wanted)
     session.keep(range(len(tokens)))
     return output

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from specrun.engines.backend import one_sequence_file
 from specrun.engines.manifest import TARGET
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
@@ -16,6 +17,7 @@ from specrun.engines.signature import (
     FEATURES,
     HIDDEN_STATES,
     INPUT_IDS,
+    LOGIT_ROWS,
     LOGITS,
     POSITION_IDS,
     TREE_MASK,
@@ -47,13 +49,15 @@ class OrtSession:
         name: str = TARGET,
         costs: CallCosts | None = None,
     ) -> None:
-        """`cache`: of this model, or of one that it shares layers with. `dtype`: NumPy name of the type of its
+        """`engine`: the file beside it for one sequence is preferred. `cache`: of this model, or of one that it shares
+        layers with. `dtype`: NumPy name of the type of its
         logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks). `ids`: the
         token of each logit, of a draft with a reduced vocabulary.
         `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
         which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it.
         `name`: of the model, for `costs`."""
-        self._session = load_engine(engine)
+        one = one_sequence_file(engine)
+        self._session = load_engine(one if one.is_file() else engine)
         self._signature = signature
         self._vocabulary_size = vocabulary_size
         self._ids = ids
@@ -83,15 +87,24 @@ class OrtSession:
     def max_nodes(self) -> int:
         return sys.maxsize
 
-    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+    def grow(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        features: Array | None = None,
+        wanted: int | None = None,
+    ) -> Output:
         written = self._length + len(self._nodes)
         self._cache.require(written + len(tokens))
         depths, mask = self._nodes.add(parents)
-        wanted = len(tokens)
-        if self._no_single_rows and wanted == 1:
+        count = len(tokens)
+        wanted = count if wanted is None else wanted
+        rows = np.arange(count - wanted, count)
+        if self._no_single_rows and count == 1:
             # A second row that sees itself alone; nothing sees it, and the next call overwrites it.
             tokens, depths, mask = [*tokens, *tokens], np.repeat(depths, 2), np.pad(mask, ((0, 1), (0, 1)))
             mask[1] = [False] * (mask.shape[1] - 1) + [True]
+            rows = np.arange(2) if len(rows) else rows
         self._cache.reserve(written, written + len(tokens))
         if self._cache.version != self._cache_version:
             self._bind_cache()
@@ -100,12 +113,13 @@ class OrtSession:
             POSITION_IDS: (self._length + depths)[None],
             CACHE_LENGTH: np.array([written], np.int64),
             TREE_MASK: mask[None],
+            LOGIT_ROWS: rows[None],
         }
         if features is not None:
             inputs[FEATURES] = features[None].astype(self._dtype, copy=False)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
-        logits = self._bind_output(LOGITS, len(tokens))
+        logits = self._bind_output(LOGITS, len(rows))
         hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
@@ -115,7 +129,7 @@ class OrtSession:
             timed = self._costs.observe
         return Output(
             HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, timed),
-            None if hidden is None else hidden[:wanted].astype(np.float32, copy=False),
+            None if hidden is None else hidden[:count].astype(np.float32, copy=False),
         )
 
     def keep(self, nodes: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ class SlotCall:
     length: int  # committed tokens
     before: int  # nodes that are there already
     features: Array | None
+    wanted: int  # of so many of the last tokens logits are read
 
     @property
     def written(self) -> int:
@@ -95,12 +96,19 @@ class SlotSession:
     def max_nodes(self) -> int:
         return self._engine.max_nodes
 
-    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+    def grow(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        features: Array | None = None,
+        wanted: int | None = None,
+    ) -> Output:
         """As `Session.grow`. Raises CapacityError, or an error of the engine."""
         before = len(self._nodes)
         require_capacity(self._length + before + len(tokens), self._cache.capacity)
         depths, mask = self._nodes.add(parents)
-        call = SlotCall(self._slot, tokens, depths, mask, self._length, before, features)
+        wanted = len(tokens) if wanted is None else wanted
+        call = SlotCall(self._slot, tokens, depths, mask, self._length, before, features, wanted)
         output: Output = self._wait(self._engine, call, len(tokens))
         return output
 

@@ -122,7 +122,7 @@ class DeviceSlotEngine:
             columns = self._hidden.array.shape[-1]
             rows = self._hidden.array.reshape(-1, columns)[at * shape.width : at * shape.width + count]
             hidden = rows.astype(np.float32)
-        return Output(self._logits.rows(at * shape.width, count), hidden)
+        return Output(self._logits.rows(at * shape.width + count - call.wanted, call.wanted), hidden)
 
     def _fill(self, calls: Sequence[SlotCall], shape: Shape, first: int) -> None:
         """The inputs. Slots that take no part write their padding behind what they hold."""

@@ -40,7 +40,7 @@ class DraftModel:
         # What the cache lacks: the prompt at first, later what the target chose and we did not feed.
         missing = tokens[self._session.length :]
         for start in range(0, len(missing) - 1, self._prefill_width):
-            feed(self._session, missing[start : min(start + self._prefill_width, len(missing) - 1)])
+            feed(self._session, missing[start : min(start + self._prefill_width, len(missing) - 1)], wanted=0)
         logits = feed(self._session, missing[-1:]).logits
         return grow_tree(logits, self._feed, chooser, len(tokens), self._shape, depth)
 

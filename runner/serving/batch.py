@@ -15,6 +15,7 @@ from specrun.engines.signature import (
     FEATURES,
     HIDDEN_STATES,
     INPUT_IDS,
+    LOGIT_ROWS,
     LOGITS,
     POSITION_IDS,
     TREE_MASK,
@@ -161,6 +162,10 @@ class BatchEngine:
         mask = np.empty((batch, width, columns), bool)
         mask[:] = padded_mask(np.zeros((0, 0), bool), 0, width, columns)
         features = np.zeros((batch, width, self._signature.hidden_size), self._dtype)
+        most = max(call.wanted for call in calls)
+        if most == batch == 1:
+            most = 2  # as above
+        rows = np.zeros((batch, most), np.int64)
         for call in calls:
             at, count = call.slot - first, len(call.tokens)
             ids[at, :count] = call.tokens
@@ -168,6 +173,7 @@ class BatchEngine:
             mask[at] = padded_mask(call.mask, call.before, width, columns)
             if call.features is not None:
                 features[at, :count] = call.features
+            rows[at, : call.wanted] = range(count - call.wanted, count)
             self._cache.written[call.slot] = max(self._cache.written[call.slot], call.written + count)
         binding = self._binding(first, end)
         inputs = {
@@ -175,11 +181,12 @@ class BatchEngine:
             POSITION_IDS: positions,
             CACHE_LENGTH: np.array(written, np.int64),
             TREE_MASK: mask,
+            LOGIT_ROWS: rows,
             **({FEATURES: features} if self._signature.reads_features else {}),
         }
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
-        logits = self._bind_output(binding, LOGITS, batch, width)
+        logits = self._bind_output(binding, LOGITS, batch, most)
         hidden = self._bind_output(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
@@ -187,9 +194,9 @@ class BatchEngine:
         found = []
         for call in calls:
             at, count = call.slot - first, len(call.tokens)
-            rows = logits[at, :count, : self._vocabulary_size].astype(np.float32, copy=False)
+            read = logits[at, : call.wanted, : self._vocabulary_size].astype(np.float32, copy=False)
             states = None if hidden is None else hidden[at, :count].astype(np.float32, copy=False)
-            found.append(Output(HostLogits(rows, self._ids, self._costs.observe), states))
+            found.append(Output(HostLogits(read, self._ids, self._costs.observe), states))
         return found
 
     def _binding(self, first: int, end: int) -> Any:

@@ -13,7 +13,10 @@ from specrun.engines.signature import (
     CACHE_LENGTH,
     CAPACITY,
     INPUT_IDS,
+    LOGIT_ROWS,
+    LOGITS,
     POSITION_IDS,
+    ROWS,
     TOKENS,
     TREE,
     TREE_MASK,
@@ -32,7 +35,10 @@ BACKENDS = {
     TENSORRT: ("tensorrt", "model.plan"),
 }
 KINDS = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
-CONTROLS = {INPUT_IDS: "TYPE_INT64", POSITION_IDS: "TYPE_INT64", CACHE_LENGTH: "TYPE_INT64", TREE_MASK: "TYPE_BOOL"}
+CONTROLS = {
+    **dict.fromkeys((INPUT_IDS, POSITION_IDS, CACHE_LENGTH, LOGIT_ROWS), "TYPE_INT64"),
+    TREE_MASK: "TYPE_BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -144,10 +150,13 @@ def _write_engine(bundle: Bundle, folder: Path, engine: Path, signature: Signatu
     for data in engine.parent.glob(f"{engine.name}.data"):  # ONNX names it inside the graph: the name must stay
         shutil.copy2(data, version)
     kind = "KIND_GPU" if bundle.manifest.backend in GPU_BACKENDS else "KIND_CPU"
+    inputs, outputs = signature.inputs(), signature.outputs()
+    if bundle.manifest.backend == ORT:
+        inputs[LOGIT_ROWS], outputs[LOGITS] = (BATCH, ROWS), (BATCH, ROWS, signature.vocab_size)
     config = (
         f'name: "{folder.name}"\nbackend: "{backend}"\nmax_batch_size: 0\n'
-        f"input [\n{_graph_tensors(signature.inputs(), dtype)}\n]\n"
-        f"output [\n{_graph_tensors(signature.outputs(), dtype)}\n]\n"
+        f"input [\n{_graph_tensors(inputs, dtype)}\n]\n"
+        f"output [\n{_graph_tensors(outputs, dtype)}\n]\n"
         f"instance_group [ {{ kind: {kind} count: 1 }} ]\n"
     )
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
@@ -157,6 +166,6 @@ def _write_engine(bundle: Bundle, folder: Path, engine: Path, signature: Signatu
 def _graph_tensors(shapes: dict[str, Shape], dtype: str) -> str:
     lines = []
     for name, shape in shapes.items():
-        dims = ", ".join("-1" if axis in (BATCH, TOKENS, TREE, CAPACITY) else str(axis) for axis in shape)
+        dims = ", ".join("-1" if axis in (BATCH, TOKENS, TREE, CAPACITY, ROWS) else str(axis) for axis in shape)
         lines.append(f'  {{ name: "{name}" data_type: {CONTROLS.get(name, KINDS[dtype])} dims: [ {dims} ] }}')
     return ",\n".join(lines)

@@ -43,7 +43,7 @@ def test_the_targets_choices_are_those_of_plain_decoding(heads_runner: Runner) -
     text = list(heads_runner.encode(TEXT))[:24]
     (choices,) = Reading.of(bundle.engine("target"), target.signature, [text], target.vocabulary_size).choices
     heads_runner.target.truncate(0)
-    logits = feed(heads_runner.target, text).logits
+    logits = feed(heads_runner.target, text, wanted=None).logits
     assert choices.tolist() == [int(logits.row(index).argmax()) for index in range(len(text))]
 
 

@@ -37,15 +37,22 @@ class TableSession:
     def max_nodes(self) -> int:
         return sys.maxsize
 
-    def grow(self, tokens: Sequence[int], parents: Sequence[int], features: Array | None = None) -> Output:
+    def grow(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        features: Array | None = None,
+        wanted: int | None = None,
+    ) -> Output:
         if len(self._tokens) + len(self._lines) + len(tokens) > self.capacity:
             raise CapacityError("full")
         first = len(self._lines)
         for token, parent in zip(tokens, parents, strict=True):
             self._lines.append((*(() if parent == ROOT else self._lines[parent]), token))
         self.widths.append(len(tokens))
-        logits = np.stack([self._logits_of((*self._tokens, *line)) for line in self._lines[first:]])
-        return Output(HostLogits(logits), hidden=None)
+        read = self._lines[len(self._lines) - wanted :] if wanted is not None else self._lines[first:]
+        logits = [self._logits_of((*self._tokens, *line)) for line in read]
+        return Output(HostLogits(np.array(logits, np.float32)), hidden=None)
 
     def keep(self, nodes: Sequence[int]) -> None:
         for depth, node in enumerate(nodes, start=1):

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,10 @@ import pytest
 import uvicorn
 
 from specrun.engines.manifest import Bundle
-from specrun.runner.runner import Runner
+from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.serving.app import Limits, make_app
 from specrun.runner.serving.service import Service
+from specrun.runner.serving.slots import Slots
 from tests import tiny, tiny_heads
 
 API_KEY = "secret"
@@ -60,6 +61,23 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(request.param)
     checkpoint = tiny.save_checkpoint(directory / "draft", draft)
     return tiny.make_bundle(directory, deep_checkpoint, checkpoint, precision=request.param, accept_quality_loss=True)
+
+
+@pytest.fixture(scope="session")
+def alone(pair: Bundle) -> Callable[[Request], tuple[int, ...]]:
+    """What `pair` writes by plain decoding, with the engines that a server uses. Those for one sequence round
+    otherwise, which matters where something is quantized."""
+    slots = Slots(pair, 1)
+    runner = Runner(pair).beside(slots.loader(0))
+
+    def write(request: Request) -> tuple[int, ...]:
+        done: list[Completion] = []
+        slots.scheduler.spawn(lambda: done.append(runner.generate(request.plain())))
+        while not slots.scheduler.idle:
+            slots.scheduler.step()
+        return done[0].ids
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -113,7 +113,9 @@ def test_requests_side_by_side_that_begin_alike_do_not_see_each_other(client: Cl
             assert statistics.reused_tokens >= len(start) - 2
 
 
-def test_rows_that_were_decoded_equal_those_of_a_prompt(pair: Bundle) -> None:
+def test_rows_that_were_decoded_equal_those_of_a_prompt(
+    pair: Bundle, alone: Callable[[Request], tuple[int, ...]]
+) -> None:
     """Of a quantized target in every bit, or an activation would fall on the next level."""
     solo = Runner(pair)
     service = Service.open(pair.path, slots=3, queue_size=16)
@@ -128,7 +130,7 @@ def test_rows_that_were_decoded_equal_those_of_a_prompt(pair: Bundle) -> None:
             for (ids, statistics), request, (prompt, said) in zip(
                 client.ask(*requests), requests, prompts, strict=True
             ):
-                assert tuple(ids) == solo.generate(request.plain()).ids
+                assert tuple(ids) == alone(request)
                 assert not turn or statistics.reused_tokens > 0
                 prompt += ids + (said[turn] if turn < len(said) else [])
     finally:
