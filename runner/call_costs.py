@@ -11,6 +11,7 @@ WIDE = 20  # tokens a sequence; wider calls read text, they are no rounds
 WIDEST_TIMED = 64  # wider ones would tell little about rounds
 ADAPT_ALL = 0.05  # of a surprise, by which all sizes move together: longer caches, a busier machine
 ADAPT_ONE = 0.1  # of a surprise, by which the size itself moves
+TRUSTED = 20  # calls of a size; more make it no more certain
 MOST_SURPRISE = 3.0  # a call that took longer by more than this was disturbed
 
 
@@ -42,7 +43,8 @@ class CallCosts:
 
     def predict_all(self, engine: str, rows: Array) -> Array | None:
         """As `predict`, for an array."""
-        return self._curves[engine].predict(rows) if engine in self._curves else None
+        curve = self._curves.get(engine)
+        return None if curve is None or curve.empty else curve.predict(rows)
 
 
 class _Curve:
@@ -54,10 +56,16 @@ class _Curve:
         self._scale = 1.0
         self._points: tuple[Array, Array] | None = None
 
+    @property
+    def empty(self) -> bool:
+        return not self._seconds
+
     def observe(self, rows: int, seconds: float) -> None:
         group = round(2 * math.log2(rows))
         self._counts[group] = count = self._counts.get(group, 0) + 1
-        if count <= 2:  # in the first call of its kind, memory was allocated
+        if count == 1:  # memory was allocated for it: it says nothing about the next ones
+            return
+        if count == 2:
             self._seconds[group] = seconds / self._scale
         else:
             ratio = seconds / (self._seconds[group] * self._scale)
@@ -69,8 +77,8 @@ class _Curve:
     def predict(self, rows: Array) -> Array:
         if self._points is None:
             groups = sorted(self._seconds)
-            # More rows never cost less: what looks like it is noise.
-            heights = np.maximum.accumulate([self._seconds[group] for group in groups])
+            weights = [min(self._counts[group], TRUSTED) for group in groups]
+            heights = _rising([self._seconds[group] for group in groups], weights)
             self._points = 2.0 ** (np.array(groups) / 2), heights
         at, heights = self._points
         found = np.interp(rows, at, heights)
@@ -78,3 +86,17 @@ class _Curve:
             slope = (heights[-1] - heights[-2]) / (at[-1] - at[-2])
             found = np.where(rows > at[-1], heights[-1] + slope * (rows - at[-1]), found)
         return np.asarray(found * self._scale)
+
+
+def _rising(heights: list[float], weights: list[int]) -> Array:
+    """The nearest heights that never fall: more rows never cost less, what looks like it is noise. Sizes that were seen
+    often count for more than one that was seen twice (pool adjacent violators)."""
+    pools: list[tuple[float, int, int]] = []  # height, weight, how many
+    for height, weight in zip(heights, weights, strict=True):
+        pool = height, weight, 1
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            both = before[1] + pool[1]
+            pool = (before[0] * before[1] + pool[0] * pool[1]) / both, both, before[2] + pool[2]
+        pools.append(pool)
+    return np.repeat([pool[0] for pool in pools], [pool[2] for pool in pools])
