@@ -1,0 +1,1 @@
+"""specrun beside its peers: `make peers`."""

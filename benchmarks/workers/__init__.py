@@ -1,0 +1,1 @@
+"""One file per system, run in that system's environment."""
