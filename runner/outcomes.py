@@ -15,6 +15,8 @@ LEAST_WEIGHT = 0.25  # of a comparison in the mean of all
 # A draft that brought more than was promised may bring no more of that in the next traffic; that its promise holds is
 # enough to ask it. One that brought less must not be asked on a promise.
 MOST_PRAISE = 0.05
+SPREADS = {True: 0.7, False: 0.3}  # of what a round with and without a draft brings, relative to the mean
+SURE = 1.5  # times what chance makes of it: a smaller surprise counts by its rounds only
 LARGEST = 0.7  # logarithm of a ratio: what is more is a disturbance
 
 
@@ -24,6 +26,7 @@ class _Stay:
 
     drafting: bool
     before: float | None  # what the other kind kept just before
+    rounds_before: int  # that this was seen in, as far as they count
     tokens: float = 0.0
     promised: float = 0.0
     recent_tokens: float = 0.0
@@ -48,11 +51,12 @@ class Outcomes:
         """One request got `tokens` out of a round that promised `promised`. `now`: number of the round."""
         stay = self._stay
         if stay is None or stay.drafting != drafting:
-            before = None
+            before, rounds = None, 0
             if stay is not None:
                 self._compare(stay)
                 before = stay.recent if now - stay.last_round <= FAR else None
-            stay = self._stay = _Stay(drafting, before)
+                rounds = min(stay.count, ENOUGH)
+            stay = self._stay = _Stay(drafting, before, rounds)
         stay.tokens, stay.promised = stay.tokens + tokens, stay.promised + promised
         stay.recent_tokens = FORGET * stay.recent_tokens + tokens
         stay.recent_promised = FORGET * stay.recent_promised + promised
@@ -66,8 +70,16 @@ class Outcomes:
         stay.compared = True
         found = math.log(stay.tokens / stay.promised / stay.before) * (1 if stay.drafting else -1)
         found = min(LARGEST, max(-LARGEST, found))
-        self._comparisons += 1
-        self._log_ratio += max(LEAST_WEIGHT, 1 / self._comparisons) * (found - self._log_ratio)
+        chance = math.hypot(
+            SPREADS[stay.drafting] / math.sqrt(stay.count),
+            SPREADS[not stay.drafting] / math.sqrt(stay.rounds_before),
+        )
+        if abs(found - self._log_ratio) < SURE * chance:
+            weight = LEAST_WEIGHT * min(stay.count, stay.rounds_before) / ENOUGH
+        else:
+            self._comparisons += 1
+            weight = max(LEAST_WEIGHT, 1 / self._comparisons)
+        self._log_ratio += weight * (found - self._log_ratio)
         self._log_ratio = min(MOST_PRAISE, self._log_ratio)
 
     @property

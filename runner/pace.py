@@ -85,7 +85,7 @@ class DraftCost:
 
 
 PLAIN_TRY, DRAFT_TRY, PROBE = "plain", "draft", "probe"
-UNKNOWN_TRIES = {PLAIN_TRY: 0.05, DRAFT_TRY: 0.3, PROBE: 0.1}  # seconds that a first try is thought to cost
+UNKNOWN_TRIES = {PLAIN_TRY: 0.05, PROBE: 0.1}  # seconds that a first try is thought to cost
 
 
 class Allowance:
@@ -96,9 +96,11 @@ class Allowance:
         self._time, self._spent = 0.0, 0.0
         self._last: dict[tuple[int, str], float] = {}  # what a try cost
 
-    def allows(self, batch: int, kind: str) -> bool:
-        """Whether another try of `kind`, expected to cost what the last one did, is within the share."""
-        expected = self._last.get((batch.bit_length(), kind), UNKNOWN_TRIES[kind])
+    def allows(self, batch: int, kind: str, first: float | None = None) -> bool:
+        """Whether another try of `kind`, expected to cost what the last one did, is within the share. `first`: seconds
+        that it is thought to cost if there was none."""
+        unknown = UNKNOWN_TRIES[kind] if first is None else first
+        expected = self._last.get((batch.bit_length(), kind), unknown)
         return self._spent + expected <= SHARE_FOR_TRIES * self._time
 
     def begin(self, batch: int, kind: str) -> None:
@@ -203,12 +205,18 @@ class Pace:
         chosen = better
         self._since_try += 1
         batch, other = len(self.running), PLAIN_TRY if better else DRAFT_TRY
-        if self._since_try >= TRY_EVERY and self.allowance.allows(batch, other):
+        cost = None if better else self._draft_try_seconds(reaches[with_draft])
+        if self._since_try >= TRY_EVERY and self.allowance.allows(batch, other, cost):
             self._since_try = 0
             self.allowance.begin(batch, other)
             chosen = 1 - better
         at = (0, with_draft)[chosen]
         return Decision(reaches[at], float(promised[at]), rates[better], tries=chosen != better)
+
+    def _draft_try_seconds(self, reach: int) -> float:
+        """What the drafts of all requests take until the next decision, reading what they missed included."""
+        reading = sum(pace.catch_up_call() for pace in self.running)
+        return reading + DECIDE_EVERY * self._draft_seconds(reach, len(self.running))
 
     @property
     def _outcomes_now(self) -> Outcomes:
@@ -353,12 +361,15 @@ class RequestPace:
         costs = self._pace.costs
         return costs.reading(TARGET), 0.0 if self.cost is None else costs.reading(self.cost.engine)
 
-    def catch_up_seconds(self) -> float:
-        """What its draft would need to read what it missed, for each of the rounds that are left."""
+    def catch_up_call(self) -> float:
+        """Seconds that its draft would need to read what it missed."""
         if self.cost is None or not self.cost.catches_up:
             return 0.0
-        call = self._pace.costs.predict(self.cost.engine, self._tokens - self._drafted_at) or 0.0
-        return call / min(self._remaining, LONG)
+        return self._pace.costs.predict(self.cost.engine, self._tokens - self._drafted_at) or 0.0
+
+    def catch_up_seconds(self) -> float:
+        """The same for each of the rounds that are left."""
+        return self.catch_up_call() / min(self._remaining, LONG)
 
     def settle(self, guesses: Proposal) -> Proposal:
         """What of `guesses` is verified."""
