@@ -8,7 +8,7 @@ from specrun.engines.schema import from_json, to_json
 
 SUFFIX = ".layers.json"
 PRODUCTS = ("MATRIX_MULTIPLY", "CONVOLUTION", "MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulIntegerToFloat")
-ATTENTION = ("ATTENTION_INPUT", "Attention")
+ATTENTION = ("ATTENTION_INPUT", "Attention", "GroupQueryAttention")
 
 
 @dataclass(frozen=True)
