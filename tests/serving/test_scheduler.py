@@ -8,10 +8,13 @@ from functools import partial
 
 import pytest
 
-from specrun.engines.manifest import Bundle
+from specrun.engines.manifest import TARGET, Bundle
+from specrun.runner.call_costs import CallCosts
 from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.sampling import Sampling
+from specrun.runner.serving.batch import BatchCache, BatchEngine
 from specrun.runner.serving.slots import Slots
+from specrun.runner.slot_session import SlotSession, at_once
 
 SLOTS = 5
 
@@ -72,3 +75,21 @@ def test_buffers_that_were_outgrown_are_freed(served_bundle: Bundle, solo: Runne
     assert cache.rows > 300
     gc.collect()
     assert not any(reference() is not None for reference in small)
+
+
+def test_logits_of_the_tokens_that_are_wanted(pair: Bundle) -> None:
+    """The last ones of each call. A draft that read others would be wrong, and never noticed in the output."""
+    target = pair.manifest.target
+    cache = BatchCache(target.signature, target.cache_dtype, 64, 1, 8)
+    shape = target.signature, cache, target.cache_dtype, target.vocabulary_size
+    engine = BatchEngine(pair.engine(TARGET), *shape, None, CallCosts(), TARGET, no_single_rows=False)
+    session = SlotSession(at_once, engine, cache, 0)
+    tokens = [5, 17, 203, 44, 90]
+    everything = session.grow(tokens, range(-1, 4)).logits
+    rows = [everything.row(index).copy() for index in range(5)]
+    for wanted in (3, 1, 0):
+        session.truncate(0)
+        logits = session.grow(tokens, range(-1, 4), wanted=wanted).logits
+        assert len(logits) == wanted
+        for index in range(wanted):
+            assert (logits.row(index) == rows[5 - wanted + index]).all()
