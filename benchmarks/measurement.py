@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, TypeVar
 
 from benchmarks.bandwidth import read_bandwidth
@@ -100,9 +101,7 @@ def _time_calls(subject: Subject, text: list[int]) -> None:
     for width in WIDTHS:
         seconds = subject.attempt(
             f"calls of {width}",
-            lambda worker, width=width: worker.ask(  # type: ignore[misc]
-                "call_seconds", ids=text, context=CONTEXT, width=width, repeats=CALLS
-            ),
+            methodcaller("ask", "call_seconds", ids=text, context=CONTEXT, width=width, repeats=CALLS),
         )
         subject.result.calls[width] += seconds or []
     seconds = subject.attempt("prefill", lambda worker: worker.ask("prefill_seconds", ids=text[:PREFILL]))

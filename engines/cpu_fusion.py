@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specrun.engines.joined_products import producer
+from specrun.engines.joined_products import constant, producer
 from specrun.engines.signature import BATCH, CACHE_LENGTH, LOGIT_ROWS, LOGITS, ROWS
 
 CONTRIB = "com.microsoft"
@@ -69,8 +69,7 @@ def _select_logit_rows(graph: ir.Graph) -> None:
     assert first is not None
     rows = ir.Value(name=LOGIT_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([BATCH, ROWS]))
     graph.inputs.append(rows)
-    last = ir.Value(name=f"{LOGIT_ROWS}.last_axis", const_value=ir.tensor([-1], name=f"{LOGIT_ROWS}.last_axis"))
-    graph.register_initializer(last)
+    last = constant(graph, ir.tensor([-1], name=f"{LOGIT_ROWS}.last_axis"))
     places = ir.node("Unsqueeze", [rows, last], name=f"{LOGIT_ROWS}/Unsqueeze")
     gathered = ir.node(
         "GatherND", [first, places.outputs[0]], attributes={"batch_dims": 1}, name=f"{LOGIT_ROWS}/GatherND"

@@ -5,6 +5,7 @@ in time that follows the committed length; the ten operators that it replaces go
 several tokens of one sequence only, so a bundle holds both engines, on the same weights.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def use_group_query_attention(graph: Path) -> bool:
     found = [_JoinedAttention.of(node) for node in attentions]
     parts = [each for each in found if each is not None]
     if not parts or len(parts) < len(found) or len({part.mask for part in parts}) > 1:
+        if found:
+            logger.info("%s: attention of this kind stays several operators", graph.parent.name)
         return False
     shared = _Shared(model.graph, parts[0].mask)
     for part in parts:
@@ -36,6 +39,8 @@ def use_group_query_attention(graph: Path) -> bool:
     ir.save(model, graph)
     return True
 
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = 16  # the operator wants heads with a multiple of it
 

@@ -80,7 +80,7 @@ class EagleHead(torch.nn.Module):
         if self.shape.norm_per_tap:
             parts = torch.split(states, self.shape.target_hidden_size, -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(states)  # type: ignore[no-any-return]
+        return self.fc(states)  # type: ignore[no-any-return] # modules return Any
 
     def states(
         self,
@@ -104,13 +104,13 @@ class EagleHead(torch.nn.Module):
             residual = self.fc(torch.cat([embedded, features], -1))
             inputs = layer.input_layernorm(residual) if self.shape.layernorms else residual
         out = layer(inputs, residual, rotary, attention_mask, cache)
-        return self.norm(out) if self.shape.norm_output else out  # type: ignore[no-any-return]
+        return self.norm(out) if self.shape.norm_output else out  # type: ignore[no-any-return] # modules return Any
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., draft vocabulary]."""
         if self.has_final_norm and not self.shape.norm_output:
             states = self.norm(states)
-        return self.lm_head(states)  # type: ignore[no-any-return]
+        return self.lm_head(states)  # type: ignore[no-any-return] # modules return Any
 
 
 class _Layer(torch.nn.Module):
@@ -142,4 +142,4 @@ class _Layer(torch.nn.Module):
             hidden_states=inputs, position_embeddings=rotary, attention_mask=attention_mask, cache=cache
         )
         hidden = residual + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return] # modules return Any

@@ -50,9 +50,9 @@ class OrtSession:
         costs: CallCosts | None = None,
     ) -> None:
         """`engine`: the file beside it for one sequence is preferred. `cache`: of this model, or of one that it shares
-        layers with. `dtype`: NumPy name of the type of its
-        logits. `vocabulary_size`: logits beyond it are cut off (padding, tokens that a partner model lacks). `ids`: the
-        token of each logit, of a draft with a reduced vocabulary.
+        layers with. `dtype`: NumPy name of the type of its logits. `vocabulary_size`: logits beyond it are cut off
+        (padding, tokens that a partner model lacks). `ids`: the token of each logit, of a draft with a reduced
+        vocabulary.
         `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
         which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it.
         `name`: of the model, for `costs`."""

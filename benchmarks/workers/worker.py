@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Worker(ABC):
         """
         self.start(ids[:context])
         pieces = [ids[begin : begin + width] for begin in range(context, context + width * (repeats + 1), width)]
-        return [_timed(lambda piece=piece: self.call(piece)) for piece in pieces][1:]  # type: ignore[misc]
+        return [_timed(partial(self.call, piece)) for piece in pieces][1:]
 
 
 def timed_generation(ids: Iterator[int]) -> tuple[list[int], float, float]:
