@@ -19,6 +19,7 @@ from specrun.engines.manifest import call_shapes
 from specrun.engines.one_sequence import use_group_query_attention
 from specrun.engines.precision import Precision
 from specrun.engines.shared_weights import share_weights
+from specrun.engines.single_token import attend_in_several_rows
 from specrun.engines.tensorrt_build import build_engine
 
 # Compiles a graph into an engine for ONNX Runtime.
@@ -97,17 +98,20 @@ class Compiler:
             opened.save(quantized)
             source = quantized
             del opened
+        general = source
         if on_cpu:
             fuse_for_cpu(source)
-        ort.compile_graph(source, engine, self.backend)
+            general = _scratch(engine, "general")
+            attend_in_several_rows(source, general)
+        ort.compile_graph(general, engine, self.backend)
         _describe(engine).write(engine)
         if one_sequence and use_group_query_attention(source):
             one = one_sequence_file(engine)
             ort.compile_graph(source, one)
             share_weights(one, engine)
             _describe(one).write(one)
-        _remove(joined)
-        _remove(quantized)
+        for what in ("joined", "quantized", "general"):
+            _remove(_scratch(engine, what))
 
 
 def _scratch(engine: Path, what: str) -> Path:

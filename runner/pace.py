@@ -12,7 +12,6 @@ what was promised, and corrects it (`runner/outcomes.py`). The way that looks wo
 all such tries together cost no more than a small share of the time.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ TRY_EVERY = 16  # decisions, at least, between tries of the way that looks worse
 PROBE_EVERY = 128  # rounds of all requests together, at least, between guesses of a draft that is not used
 SHARE_FOR_TRIES = 0.01  # of all time
 HORIZON = 120.0  # seconds after which tries and their costs are half forgotten
+ALWAYS = 1 - 1e-9  # a rate of acceptance that is as good as 1, and can be reckoned with
 LONG = 128  # rounds that a request is thought to go on for at most
 
 
@@ -157,7 +157,7 @@ class Pace:
         self._since_try = 0  # decisions
         self._probed_at = 0
         self._outcomes: dict[int, Outcomes] = {}  # by size of the batch
-        self._offers: dict[RequestPace, Array] = {}
+        self._offers: dict[RequestPace, Array | None] = {}
         self._cap = 0
 
     @contextmanager
@@ -255,10 +255,12 @@ class Pace:
         batch = len(self.running)
         found = np.array([pace.found_rate("lookup") for pace in self.running])
         asked = (1 - found) * np.array([pace.found_rate("draft") for pace in self.running])
-        looked = np.array([pace.gain("lookup", self._mean_lookup(pace)) for pace in self.running])
-        guessed = np.array([[pace.gain("draft", reach) for reach in reaches] for pace in self.running])
+        means = np.array([self._mean_lookup(pace) for pace in self.running])
+        looked = _gains(np.array([pace.accepted_rate("lookup") for pace in self.running]), means)
+        rates = np.array([[pace.accepted_rate("draft")] for pace in self.running])
+        guessed = _gains(rates, np.minimum.outer([pace.reach.draft for pace in self.running], reaches))
         tokens = batch + float(found @ looked) + asked @ guessed
-        copied = (1 - float(np.prod(1 - found))) * max(self._mean_lookup(pace) for pace in self.running)
+        copied = (1 - float(np.prod(1 - found))) * means.max()
         drafted = (1 - float(np.prod(1 - asked))) * self.filled["draft"].value() * np.array(reaches)
         seconds = self.costs.predict_all(TARGET, batch * (1 + np.maximum(copied, drafted)))
         if seconds is None:
@@ -286,8 +288,9 @@ class Pace:
 
     # ------------------------------------------------------------------------------- how many guesses are verified
 
-    def cap(self, request: "RequestPace", expected: Array) -> int:
-        """Nodes that each request may have verified in this round. `expected`: what `request` would get of SIZES."""
+    def cap(self, request: "RequestPace", expected: Array | None) -> int:
+        """Nodes that each request may have verified in this round. `expected`: what `request` would get of SIZES; None:
+        it has no guesses."""
         self._offers[request] = expected
         try:
             self.meet()
@@ -295,16 +298,18 @@ class Pace:
             self._offers.pop(request, None)
             raise
         if request in self._offers:  # the first one back decides for all
-            self._cap = self._best_size(np.array(list(self._offers.values())))
+            self._cap = self._best_size(list(self._offers.values()))
             self._offers.clear()
             self.verified[self._cap] = self.verified.get(self._cap, 0) + 1
         return self._cap
 
-    def _best_size(self, offers: Array) -> int:
-        """`offers`: tokens expected, [requests, SIZES]."""
-        batch, tokens = len(offers), len(offers) + offers.sum(axis=0)
-        if tokens[-1] == batch:
+    def _best_size(self, offers: list[Array | None]) -> int:
+        """`offers`: of each request, as `cap` gets them."""
+        guesses = [each for each in offers if each is not None]
+        if not guesses:
             return 0
+        batch = len(offers)
+        tokens = batch + np.sum(guesses, axis=0)
         seconds = self.costs.predict_all(TARGET, batch * (1.0 + np.array(SIZES)))
         if seconds is None:
             return SIZES[-1]
@@ -378,17 +383,13 @@ class RequestPace:
             self._pace.allowance.spend(batch, PROBE, batch * (time.perf_counter() - self._began))
         return guesses.first(self._pace.cap(self, self._expected(guesses)))
 
-    def _expected(self, guesses: Proposal) -> Array:
+    def _expected(self, guesses: Proposal) -> Array | None:
         """Accepted tokens if so many nodes as SIZES are verified."""
-        expected = np.zeros(len(SIZES))
         if not guesses.tokens:
-            return expected
-        deepest, at, depths = 0, 0, guesses.depths()
-        for index, size in enumerate(SIZES):
-            while at < min(size, len(depths)):
-                deepest, at = max(deepest, depths[at]), at + 1
-            expected[index] = self.gain(_kind(guesses), deepest)
-        return expected
+            return None
+        deepest = np.maximum.accumulate([0, *guesses.depths()])
+        sizes = np.minimum(SIZES, len(guesses.tokens))
+        return _gains(self.accepted_rate(_kind(guesses)), deepest[sizes])
 
     def learn(self, guesses: Proposal, verified: Proposal, verdict: Verdict, seconds: float) -> None:
         """`guesses`: as they went to `settle`, which made `verified` of them. `seconds`: that the round took."""
@@ -425,13 +426,17 @@ class RequestPace:
         """How often `source` has a guess, where it is asked."""
         return self._found[source].value(self._pace.found[source].value()) if source in self.sources else 0.0
 
-    def gain(self, source: Source, positions: float) -> float:
-        """Accepted guesses of `positions`, if each is accepted as often as the first."""
-        positions = min(positions, self.reach.lookup if source == "lookup" else self.reach.draft)
-        if not positions or source not in self._accepted:
+    def accepted_rate(self, source: Source) -> float:
+        """How often a guess of `source` is accepted whose predecessors are."""
+        if source not in self._accepted:
             return 0.0
-        rate = self._accepted[source].value(self._pace.accepted[source].value())
-        return positions if math.isclose(rate, 1.0) else rate * (1 - rate**positions) / (1 - rate)
+        return self._accepted[source].value(self._pace.accepted[source].value())
+
+
+def _gains(rates: Any, positions: Array) -> Array:
+    """Accepted guesses of so many positions, if each is accepted at its rate."""
+    rates = np.minimum(rates, ALWAYS)
+    return np.asarray(rates * (1 - rates**positions) / (1 - rates))
 
 
 def _kind(guesses: Proposal) -> Source:

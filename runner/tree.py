@@ -18,6 +18,8 @@ def padded_mask(mask: Array, before: int, width: int, columns: int) -> Array:
     it.
     """
     count, nodes = mask.shape
+    if count == width == 1 and not before:
+        return np.ones((1, columns), bool)
     first = columns - width - before  # column of the first node
     whole = np.zeros((width, columns), bool)
     whole[:count, :first] = True

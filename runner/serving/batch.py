@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from specrun.engines.manifest import TARGET, Bundle
+from specrun.engines.manifest import Bundle
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
     CACHE_LENGTH,
@@ -127,12 +127,8 @@ class BatchEngine:
         ids: Array | None,
         costs: CallCosts,
         name: str,
-        no_single_rows: bool,
     ) -> None:
-        """`vocabulary_size`, `ids`: as `Loader` has them. `costs`: gets each call, under `name`.
-        `no_single_rows`: of a quantized target, see `OrtSession`; it is the attention of each sequence that rounds a
-        single row otherwise, however many sequences there are."""
-        self._no_single_rows = no_single_rows
+        """`vocabulary_size`, `ids`: as `Loader` has them. `costs`: gets each call, under `name`."""
         self._costs, self._name = costs, name
         self._vocabulary_size, self._ids = vocabulary_size, ids
         self.max_tokens = self.max_nodes = cache.capacity
@@ -151,7 +147,7 @@ class BatchEngine:
         """As `SlotEngine.call`."""
         first, end = min(call.slot for call in calls), max(call.slot for call in calls) + 1
         batch, width = end - first, max(len(call.tokens) for call in calls)
-        if width == 1 and (batch == 1 or self._no_single_rows):
+        if width == batch == 1:
             width = 2  # a single row would be rounded otherwise than several
         written = self._cache.written[first:end]
         for call in calls:
@@ -226,7 +222,7 @@ class HostMaker:
 
     def __init__(self, bundle: Bundle, slots: int, costs: CallCosts, wait: Wait) -> None:
         self._slots, self._costs, self._wait = slots, costs, wait
-        self._quantized, self._widest = bundle.manifest.quantized, max(bundle.manifest.widths)
+        self._widest = max(bundle.manifest.widths)
         self._host = OrtLoader(no_single_rows=False, costs=costs)
 
     def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> BatchCache:
@@ -242,8 +238,7 @@ class HostMaker:
         vocabulary_size: int,
         ids: Array | None,
     ) -> BatchEngine:
-        no_single_rows = self._quantized and name == TARGET
-        return BatchEngine(file, signature, cache, dtype, vocabulary_size, ids, self._costs, name, no_single_rows)
+        return BatchEngine(file, signature, cache, dtype, vocabulary_size, ids, self._costs, name)
 
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None

@@ -23,7 +23,7 @@ class SharedEngine(Protocol):
         """What each gets, valid until the next call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is as good as its identity, and that compares fast
 class Waiting:
     """A generation that waits for an engine."""
 

@@ -82,7 +82,7 @@ def test_logits_of_the_tokens_that_are_wanted(pair: Bundle) -> None:
     target = pair.manifest.target
     cache = BatchCache(target.signature, target.cache_dtype, 64, 1, 8)
     shape = target.signature, cache, target.cache_dtype, target.vocabulary_size
-    engine = BatchEngine(pair.engine(TARGET), *shape, None, CallCosts(), TARGET, no_single_rows=False)
+    engine = BatchEngine(pair.engine(TARGET), *shape, None, CallCosts(), TARGET)
     session = SlotSession(at_once, engine, cache, 0)
     tokens = [5, 17, 203, 44, 90]
     everything = session.grow(tokens, range(-1, 4)).logits
