@@ -15,7 +15,7 @@ all such tries together cost no more than a small share of the time.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,13 @@ Array = np.ndarray[Any, Any]
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that may be verified
 REACHES = (0, 1, 2, 3, 4, 6, 8, 16)  # positions ahead that a draft may guess
-DECIDE_EVERY = 4  # rounds
+DECIDE_EVERY = 8  # rounds
 LEAST_GAIN = 1.03  # verifying must promise so much more than not
 LEAST_DRAFT_GAIN = 1.05  # so must asking a draft
 FORGET_ROUNDS = 0.95  # per round of a request
 FORGET_OVERALL = 0.995  # per round of any request
 PRIOR_WEIGHT = 4.0  # guesses that the overall rate counts for in a request's own
-TRY_EVERY = 16  # decisions, at least, between tries of the way that looks worse
+TRY_EVERY = 8  # decisions, at least, between tries of the way that looks worse
 PROBE_EVERY = 128  # rounds of all requests together, at least, between guesses of a draft that is not used
 SHARE_FOR_TRIES = 0.01  # of all time
 HORIZON = 120.0  # seconds after which tries and their costs are half forgotten
@@ -216,7 +216,7 @@ class Pace:
     def _draft_try_seconds(self, reach: int) -> float:
         """What the drafts of all requests take until the next decision, reading what they missed included."""
         reading = sum(pace.catch_up_call() for pace in self.running)
-        return reading + DECIDE_EVERY * self._draft_seconds(reach, len(self.running))
+        return reading + DECIDE_EVERY * float(self._draft_seconds(reach, len(self.running)))
 
     @property
     def _outcomes_now(self) -> Outcomes:
@@ -266,25 +266,26 @@ class Pace:
         if seconds is None:
             seconds = np.ones(len(reaches))
         seconds = seconds + tokens * (self.costs.predict(ACCEPT, 1) or 0.0)
-        drafting = np.array([self._draft_seconds(reach, batch) if reach else 0.0 for reach in reaches])
-        catching_up = sum(pace.catch_up_seconds() for pace in self.running) * (np.array(reaches) > 0)
+        at = np.array(reaches)
+        drafting = np.where(at > 0, self._draft_seconds(at, batch), 0.0)
+        catching_up = sum(pace.catch_up_seconds() for pace in self.running) * (at > 0)
         return np.asarray(tokens / (seconds + drafting * (1 - float(np.prod(found))) + catching_up))
 
     def _mean_lookup(self, pace: "RequestPace") -> float:
         """Nodes of a lookup that are verified, on the average."""
         return self.filled["lookup"].value() * pace.reach.lookup
 
-    def _draft_seconds(self, positions: int, batch: int) -> float:
-        """What the drafts of all requests take together."""
+    def _draft_seconds(self, positions: Any, batch: int) -> Any:
+        """What the drafts of all requests take together, for a number of positions, or for each of an array."""
         guess = self.costs.predict(GUESS, 1) or 0.0
         kinds = {pace.cost for pace in self.running if pace.cost is not None}
-        seconds = batch * (self.costs.predict(FUSE, 1) or 0.0)
+        first, further = batch * (self.costs.predict(FUSE, 1) or 0.0), 0.0
         for cost in kinds:
-            seconds += (self.costs.predict(cost.engine, batch) or 0.0) + batch * guess
+            first += (self.costs.predict(cost.engine, batch) or 0.0) + batch * guess
             if cost.per_position:
                 call = self.costs.predict(cost.engine, batch * cost.breadth) or 0.0
-                seconds += (positions - 1) * (call + batch * cost.breadth * guess)
-        return seconds
+                further += call + batch * cost.breadth * guess
+        return first + (positions - 1) * further
 
     # ------------------------------------------------------------------------------- how many guesses are verified
 
@@ -310,6 +311,8 @@ class Pace:
             return 0
         batch = len(offers)
         tokens = batch + np.sum(guesses, axis=0)
+        if tokens[-1] <= LEAST_GAIN * batch:  # more rows never cost less
+            return 0
         seconds = self.costs.predict_all(TARGET, batch * (1.0 + np.array(SIZES)))
         if seconds is None:
             return SIZES[-1]
@@ -358,7 +361,7 @@ class RequestPace:
         self._fresh = before is not None and (before.draft > 0) != (self._decision.draft > 0)
         draft = min(self._decision.draft, self.reach.draft)
         self._probing = not draft and self.reach.draft > 0 and self._pace.may_probe()
-        self.next = replace(self.reach, draft=1 if self._probing else draft)
+        self.next = Reach(self.reach.lookup, 1 if self._probing else draft)
         self._began, self._read = time.perf_counter(), self._reading()
         return max(self.next.lookup, self.next.draft)
 

@@ -53,8 +53,9 @@ class OrtSession:
         layers with. `dtype`: NumPy name of the type of its logits. `vocabulary_size`: logits beyond it are cut off
         (padding, tokens that a partner model lacks). `ids`: the token of each logit, of a draft with a reduced
         vocabulary.
-        `no_single_rows`: never call with one token. Such a call rounds otherwise than wider ones do, by a millionth,
-        which is enough to make a quantized activation fall on the next level; the cache needs a spare row for it.
+        `no_single_rows`: never call the engine for one sequence with one token. It rounds such a call otherwise than
+        wider ones, by a millionth, which is enough to make a quantized activation fall on the next level; the cache
+        needs a spare row for it.
         `name`: of the model, for `costs`."""
         one = one_sequence_file(engine)
         self._session = load_engine(one if one.is_file() else engine)
@@ -62,7 +63,7 @@ class OrtSession:
         self._vocabulary_size = vocabulary_size
         self._ids = ids
         self._cache = cache
-        self._no_single_rows = no_single_rows
+        self._no_single_rows = no_single_rows and one.is_file()
         self._name, self._costs = name, costs
         self._cache_version = -1
         self._length = 0
