@@ -48,10 +48,11 @@ class CallCosts:
 
 
 class _Curve:
-    """Sizes are grouped: half a power of two each. Between two groups the curve is straight."""
+    """Sizes are grouped: half a power of two each. Between the means of two groups the curve is straight."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by group, to be multiplied by `_scale`
+        self._rows: dict[int, float] = {}  # by group, their mean: not all calls have the size in its middle
         self._counts: dict[int, int] = {}
         self._scale = 1.0
         self._points: tuple[Array, Array] | None = None
@@ -66,12 +67,14 @@ class _Curve:
         if count == 1:  # memory was allocated for it: it says nothing about the next ones
             return
         if count == 2:
-            self._seconds[group] = seconds / self._scale
+            self._seconds[group], self._rows[group] = seconds / self._scale, rows
         else:
+            pull = max(ADAPT_ONE, 1 / count)
+            self._rows[group] += pull * (rows - self._rows[group])
             ratio = seconds / (self._seconds[group] * self._scale)
             ratio = min(MOST_SURPRISE, max(1 / MOST_SURPRISE, ratio))
             self._scale *= ratio**ADAPT_ALL
-            self._seconds[group] *= ratio ** max(ADAPT_ONE, 1 / count)
+            self._seconds[group] *= ratio**pull
         self._points = None
 
     def predict(self, rows: Array) -> Array:
@@ -79,7 +82,7 @@ class _Curve:
             groups = sorted(self._seconds)
             weights = [min(self._counts[group], TRUSTED) for group in groups]
             heights = _rising([self._seconds[group] for group in groups], weights)
-            self._points = 2.0 ** (np.array(groups) / 2), heights
+            self._points = np.array([self._rows[group] for group in groups]), heights
         at, heights = self._points
         found = np.interp(rows, at, heights)
         if len(at) > 1:

@@ -186,7 +186,8 @@ class BatchEngine:
         hidden = self._bind_output(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
-        self._costs.call(self._name, batch, width, time.perf_counter() - start)
+        # What slots between them cost is part of it.
+        self._costs.call(self._name, len(calls), width, time.perf_counter() - start)
         found = []
         for call in calls:
             at, count = call.slot - first, len(call.tokens)

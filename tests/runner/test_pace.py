@@ -30,6 +30,16 @@ def test_costs_follow_what_was_seen() -> None:
         assert costs.predict(TARGET, rows) == pytest.approx(STEP + ROW * rows, rel=0.02)
 
 
+def test_sizes_between_the_groups_cost_what_they_were_seen_to_cost() -> None:
+    """64 and 80 rows are of neighbouring groups, the second one's middle is 90."""
+    costs = CallCosts()
+    for _ in range(30):
+        costs.observe("target", 64, 0.130)
+        costs.observe("target", 80, 0.160)
+    assert costs.predict("target", 80) == pytest.approx(0.160)
+    assert costs.predict("target", 72) == pytest.approx(0.145)
+
+
 def test_what_is_not_called_any_more_is_not_forgotten() -> None:
     """After a thousand calls of one size the others still cost what they did; a slower machine is slower for all."""
     costs = CallCosts()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 
 from specrun.engines.manifest import TARGET, Bundle
@@ -14,7 +15,7 @@ from specrun.runner.runner import Completion, Request, Runner
 from specrun.runner.sampling import Sampling
 from specrun.runner.serving.batch import BatchCache, BatchEngine
 from specrun.runner.serving.slots import Slots
-from specrun.runner.slot_session import SlotSession, at_once
+from specrun.runner.slot_session import SlotCall, SlotSession, at_once
 
 SLOTS = 5
 
@@ -77,12 +78,30 @@ def test_buffers_that_were_outgrown_are_freed(served_bundle: Bundle, solo: Runne
     assert not any(reference() is not None for reference in small)
 
 
+def batch_engine(bundle: Bundle, slots: int, costs: CallCosts) -> tuple[BatchEngine, BatchCache]:
+    target = bundle.manifest.target
+    cache = BatchCache(target.signature, target.cache_dtype, 64, slots, 8)
+    shape = target.signature, cache, target.cache_dtype, target.vocabulary_size
+    return BatchEngine(bundle.engine(TARGET), *shape, None, costs, TARGET), cache
+
+
+def test_empty_slots_between_others_are_part_of_what_a_batch_costs(pair: Bundle) -> None:
+    """Whoever asks what a call will cost knows how many requests there are, not where they sit."""
+    sizes: list[tuple[int, int]] = []
+
+    class Noted(CallCosts):
+        def call(self, engine: str, batch: int, width: int, seconds: float) -> None:
+            sizes.append((batch, width))
+
+    engine, _ = batch_engine(pair, 8, Noted())
+    mask = np.tril(np.ones((3, 3), bool))
+    engine.call([SlotCall(slot, [5, 6, 7], np.arange(3), mask, 0, 0, None, 3) for slot in (0, 7)])
+    assert sizes == [(2, 3)]
+
+
 def test_logits_of_the_tokens_that_are_wanted(pair: Bundle) -> None:
     """The last ones of each call. A draft that read others would be wrong, and never noticed in the output."""
-    target = pair.manifest.target
-    cache = BatchCache(target.signature, target.cache_dtype, 64, 1, 8)
-    shape = target.signature, cache, target.cache_dtype, target.vocabulary_size
-    engine = BatchEngine(pair.engine(TARGET), *shape, None, CallCosts(), TARGET)
+    engine, cache = batch_engine(pair, 1, CallCosts())
     session = SlotSession(at_once, engine, cache, 0)
     tokens = [5, 17, 203, 44, 90]
     everything = session.grow(tokens, range(-1, 4)).logits
