@@ -111,7 +111,6 @@ def _by_batch(bundle: Bundle, repeats: int) -> list[tuple[str, ...]]:
         None,
         CallCosts(),
         TARGET,
-        manifest.quantized,
     )
     asked: list[SlotCall] = []
 
