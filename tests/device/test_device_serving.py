@@ -118,6 +118,16 @@ def test_calls_serve_all_slots(bundle: Bundle, solo: Runner) -> None:
         assert decoding == {SLOTS}, "calls of two shapes may round differently"
 
 
+def _tokens(events: "queue.SimpleQueue[Event | BaseException]") -> list[int]:
+    ids: list[int] = []
+    while True:
+        event = events.get(timeout=120)
+        assert isinstance(event, Event), event
+        ids.append(event.token.id)
+        if event.finish_reason is not None:
+            return ids
+
+
 def test_a_server_decides_and_reuses_prefixes(bundle: Bundle, solo: Runner) -> None:
     """The next turn of each of three chats, twice."""
     service = Service(bundle, SLOTS, queue_size=8)
@@ -130,19 +140,13 @@ def test_a_server_decides_and_reuses_prefixes(bundle: Bundle, solo: Runner) -> N
                 events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
                 request = Request(tuple(prompt), max_tokens=10, sampling=Sampling(1.0, seed=index))
                 waiting.append((request, events, service.submit(request, events.put, 120)))
-            for (request, events, generation), prompt in zip(waiting, prompts, strict=True):
-                ids: list[int] = []
-                finished = False
-                while not finished:
-                    event = events.get(timeout=120)
-                    assert isinstance(event, Event), event
-                    ids.append(event.token.id)
-                    finished = event.finish_reason is not None
+            written = [_tokens(events) for _, events, _ in waiting]
+            while service.load.running:  # the stand-in driver is for one thread at a time
+                pass
+            for (request, _, generation), ids, prompt in zip(waiting, written, prompts, strict=True):
                 assert tuple(ids) == solo.generate(request.plain()).ids
                 assert not turn or generation.statistics.reused_tokens > 0
                 prompt += ids + list(solo.encode(" and"))
-            while service.load.running:
-                pass
         assert service.pace.costs.predict("target", 1) is not None
     finally:
         service.stop(10)
