@@ -37,9 +37,10 @@ engines: $(VENV)/.export $(if $(GPU),$(VENV)/.gpu)
 		$(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(if $(SLOTS),--slots $(SLOTS)) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach draft,$(DRAFTS),--draft "$(draft)")
 
 # A worker per core, each with whole files, so that the models that a file shares are built once. PyTorch's threads would
-# only wait for each other: the models are tiny.
+# only wait for each other: the models are tiny. A worker that crashes ends the run; a new one would leave it hanging.
 test: check $(VENV)/triton/.created
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not gpu and not model"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
+		-m "not gpu and not model"
 
 # mypy wants to see the subpackages below a folder called specrun; there is none (pyproject.toml maps them).
 check: $(VENV)/.dev
