@@ -40,6 +40,7 @@ class _Rewriting:
         ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
         self._tokens = self._node("Shape", [ids], "call/tokens", start=1, end=2)  # [1]
         self._single = self._node("Equal", [self._tokens, self._numbers(1)], "call/single_token")  # [1]
+        self._copies = self._node("Cast", [self._single], "call/copies", to=int(ir.DataType.INT64))  # [1]
 
     def rewrite(self, attention: ir.Node) -> None:
         query, key, _, mask = attention.inputs[:4]
@@ -73,8 +74,7 @@ class _Rewriting:
 
     def _with_copy(self, value: ir.Value) -> ir.Value:
         """A single token twice, several as they are."""
-        copies = self._node("Cast", [self._single], f"{value.name}/copies", to=int(ir.DataType.INT64))
-        copy = self._first(value, copies, f"{value.name}/copy")
+        copy = self._first(value, self._copies, f"{value.name}/copy")
         return self._node("Concat", [value, copy], f"{value.name}/with_copy", axis=TOKENS)
 
     def _first(self, value: ir.Value, count: ir.Value, name: str) -> ir.Value:

@@ -261,12 +261,12 @@ class Pace:
         guessed = _gains(rates, np.minimum.outer([pace.reach.draft for pace in self.running], reaches))
         tokens = batch + float(found @ looked) + asked @ guessed
         copied = (1 - float(np.prod(1 - found))) * means.max()
-        drafted = (1 - float(np.prod(1 - asked))) * self.filled["draft"].value() * np.array(reaches)
+        at = np.array(reaches)
+        drafted = (1 - float(np.prod(1 - asked))) * self.filled["draft"].value() * at
         seconds = self.costs.predict_all(TARGET, batch * (1 + np.maximum(copied, drafted)))
         if seconds is None:
             seconds = np.ones(len(reaches))
         seconds = seconds + tokens * (self.costs.predict(ACCEPT, 1) or 0.0)
-        at = np.array(reaches)
         drafting = np.where(at > 0, self._draft_seconds(at, batch), 0.0)
         catching_up = sum(pace.catch_up_seconds() for pace in self.running) * (at > 0)
         return np.asarray(tokens / (seconds + drafting * (1 - float(np.prod(found))) + catching_up))
