@@ -94,7 +94,12 @@ def decode(
             target.keep(rows)
         if proposer is not None:
             with statistics.timed("propose"):
-                proposer.observe(None if output.hidden is None else output.hidden[rows])
+                proposer.observe(None if output.hidden is None else _taken(output.hidden, rows))
+
+
+def _taken(hidden: np.ndarray[Any, Any], rows: list[int]) -> np.ndarray[Any, Any]:
+    """Without a copy where it can be: the states of a round are many numbers."""
+    return hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> Iterator[tuple[int, Origin]]:

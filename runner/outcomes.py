@@ -47,21 +47,22 @@ class Outcomes:
         self._stay: _Stay | None = None
         self._log_ratio, self._comparisons = 0.0, 1  # one that found no difference, to begin with
 
-    def learn(self, drafting: bool, tokens: int, promised: float, now: int) -> None:
-        """One request got `tokens` out of a round that promised `promised`. `now`: number of the round."""
+    def learn(self, drafting: bool, rounds: int, tokens: int, promised: float, now: int) -> None:
+        """One request got `tokens` out of rounds that promised `promised` together. `now`: number of the last round."""
         stay = self._stay
         if stay is None or stay.drafting != drafting:
-            before, rounds = None, 0
+            before, rounds_before = None, 0
             if stay is not None:
                 self._compare(stay)
                 before = stay.recent if now - stay.last_round <= FAR else None
-                rounds = min(stay.count, ENOUGH)
-            stay = self._stay = _Stay(drafting, before, rounds)
+                rounds_before = min(stay.count, ENOUGH)
+            stay = self._stay = _Stay(drafting, before, rounds_before)
         stay.tokens, stay.promised = stay.tokens + tokens, stay.promised + promised
-        stay.recent_tokens = FORGET * stay.recent_tokens + tokens
-        stay.recent_promised = FORGET * stay.recent_promised + promised
-        stay.count, stay.last_round = stay.count + 1, now
-        if stay.count == ENOUGH:
+        kept = FORGET**rounds
+        stay.recent_tokens = kept * stay.recent_tokens + tokens
+        stay.recent_promised = kept * stay.recent_promised + promised
+        stay.count, stay.last_round = stay.count + rounds, now
+        if stay.count >= ENOUGH:
             self._compare(stay)
 
     def _compare(self, stay: _Stay) -> None:

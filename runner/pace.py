@@ -89,8 +89,8 @@ UNKNOWN_TRIES = {PLAIN_TRY: 0.05, PROBE: 0.1}  # seconds that a first try is tho
 
 
 class Allowance:
-    """Time that may be spent on finding out: a share of all time. Of a round of several requests side by side, each
-    counts for its part."""
+    """Time that may be spent on finding out: a share of all time. Of rounds of several requests side by side each
+    request has its part of the seconds."""
 
     def __init__(self) -> None:
         self._time, self._spent = 0.0, 0.0
@@ -107,12 +107,12 @@ class Allowance:
         self._last[batch.bit_length(), kind] = 0.0
 
     def spend(self, batch: int, kind: str, seconds: float) -> None:
-        self._spent = max(0.0, self._spent + seconds / batch)
+        self._spent = max(0.0, self._spent + seconds)
         key = batch.bit_length(), kind
-        self._last[key] = self._last.get(key, 0.0) + seconds / batch
+        self._last[key] = self._last.get(key, 0.0) + seconds
 
-    def go_by(self, batch: int, seconds: float) -> None:
-        self._time += seconds / batch
+    def go_by(self, seconds: float) -> None:
+        self._time += seconds
         if self._time > HORIZON:
             self._time, self._spent = self._time / 2, self._spent / 2
 
@@ -121,6 +121,7 @@ class Allowance:
 class Decision:
     """What holds for the next rounds of all requests."""
 
+    batch: int  # requests that it was made for
     draft: int  # positions ahead
     promised: float  # tokens per second of all requests together
     alternative: float  # of the better way, if this is a try, else of this one
@@ -149,10 +150,10 @@ class Pace:
         self.filled: dict[Source, Rate] = {"lookup": Rate(1.0), "draft": Rate(1.0)}  # nodes verified per position
         self.running: list[RequestPace] = []
         self.drafted: dict[int, int] = {}  # rounds by how far a draft was to guess
-        self.verified: dict[int, int] = {}  # rounds by how many nodes were verified at most
+        self.verified: dict[int, int] = {}  # rounds with guesses by how many nodes were verified at most
         self.allowance = Allowance()
         self.round = 0  # of all requests together
-        self._decision = Decision(0, 0.0, 0.0, tries=False)
+        self._decision = Decision(1, 0, 0.0, 0.0, tries=False)
         self._decided_at, self._decided_for = -1, 0
         self._since_try = 0  # decisions
         self._probed_at = 0
@@ -179,7 +180,9 @@ class Pace:
         try:
             yield pace
         finally:
+            pace.report()
             self.running.remove(pace)
+            self._offers.pop(pace, None)
 
     # ------------------------------------------------------------------------------------- whether a draft is asked
 
@@ -188,6 +191,8 @@ class Pace:
         batch = len(self.running)
         due = self.round - self._decided_at >= DECIDE_EVERY * batch
         if self._decided_at < 0 or due or batch.bit_length() != self._decided_for:
+            for pace in self.running:
+                pace.report()
             self._decided_at, self._decided_for = self.round, batch.bit_length()
             self._decision = self._choose()
             self._trace("draft", reach=self._decision.draft, tries=self._decision.tries)
@@ -196,45 +201,45 @@ class Pace:
 
     def _choose(self) -> Decision:
         reaches = [reach for reach in REACHES if reach <= max(pace.reach.draft for pace in self.running)]
+        batch = len(self.running)
         if len(reaches) == 1:
-            return Decision(0, 0.0, 0.0, tries=False)
+            return Decision(batch, 0, 0.0, 0.0, tries=False)
         promised = self._promises(reaches)
         with_draft = 1 + int(np.argmax(promised[1:]))
-        rates = [float(promised[at]) * self._outcomes_now.kept(at > 0) for at in (0, with_draft)]
+        outcomes = self._outcomes_for(batch)
+        rates = [float(promised[at]) * outcomes.kept(at > 0) for at in (0, with_draft)]
         better = int(rates[1] > LEAST_DRAFT_GAIN * rates[0])
         chosen = better
         self._since_try += 1
-        batch, other = len(self.running), PLAIN_TRY if better else DRAFT_TRY
+        other = PLAIN_TRY if better else DRAFT_TRY
         cost = None if better else self._draft_try_seconds(reaches[with_draft])
         if self._since_try >= TRY_EVERY and self.allowance.allows(batch, other, cost):
             self._since_try = 0
             self.allowance.begin(batch, other)
             chosen = 1 - better
         at = (0, with_draft)[chosen]
-        return Decision(reaches[at], float(promised[at]), rates[better], tries=chosen != better)
+        return Decision(batch, reaches[at], float(promised[at]), rates[better], tries=chosen != better)
 
     def _draft_try_seconds(self, reach: int) -> float:
         """What the drafts of all requests take until the next decision, reading what they missed included."""
         reading = sum(pace.catch_up_call() for pace in self.running)
         return reading + DECIDE_EVERY * float(self._draft_seconds(reach, len(self.running)))
 
-    @property
-    def _outcomes_now(self) -> Outcomes:
+    def _outcomes_for(self, batch: int) -> Outcomes:
         """Those of batches of about this size."""
-        return self._outcomes.setdefault(len(self.running).bit_length(), Outcomes())
+        return self._outcomes.setdefault(batch.bit_length(), Outcomes())
 
-    def learn_outcome(self, decision: Decision, tokens: int, seconds: float, reading: float, fresh: bool) -> None:
-        """What one request got out of a round. `reading`: the part of `seconds` in which drafts caught up. `fresh`: it
-        is the first of its kind."""
-        batch = len(self.running)
-        self.allowance.go_by(batch, seconds)
+    def learn_outcome(self, decision: Decision, got: "Got") -> None:
+        """What one request got out of rounds."""
+        self.allowance.go_by(got.seconds)
         if not decision.promised:
             return
         if decision.tries:
-            self.allowance.spend(batch, decision.kind, seconds - tokens * batch / decision.alternative)
-        if not fresh:
-            promised = (seconds - reading) * decision.promised / batch
-            self._outcomes_now.learn(decision.draft > 0, tokens, promised, self.round)
+            self.allowance.spend(decision.batch, decision.kind, got.seconds - got.tokens / decision.alternative)
+        if got.usual_rounds:
+            promised = got.usual_seconds * decision.promised
+            outcomes = self._outcomes_for(decision.batch)
+            outcomes.learn(decision.draft > 0, got.usual_rounds, got.usual_tokens, promised, self.round)
 
     def forget_outcomes(self) -> None:
         """What was done so far was no real work."""
@@ -293,6 +298,8 @@ class Pace:
         """Nodes that each request may have verified in this round. `expected`: what `request` would get of SIZES; None:
         it has no guesses."""
         self._offers[request] = expected
+        if expected is None:  # nothing hangs on what the others have
+            return 0
         try:
             self.meet()
         except BaseException:
@@ -327,6 +334,18 @@ class Pace:
             self.trace({"time": time.time(), "event": event, "running": len(self.running), **more})
 
 
+@dataclass
+class Got:
+    """What a request got out of rounds. Seconds are its part of them, where others run beside it. Usual rounds are
+    those that tell something about the next ones; without the time in which drafts caught up."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    usual_rounds: int = 0
+    usual_tokens: int = 0
+    usual_seconds: float = 0.0
+
+
 class RequestPace:
     """One request's share in the decisions, and what it learns."""
 
@@ -349,6 +368,7 @@ class RequestPace:
         self._fresh = False
         self._probing = False
         self._began = 0.0
+        self._got = Got()  # in rounds not reported yet
         self._tokens, self._remaining = tokens, remaining
         self._drafted_at = reused  # tokens when the draft was last asked
         self._read: tuple[float, float] = 0.0, 0.0  # seconds of wide calls so far, of target and draft
@@ -357,13 +377,22 @@ class RequestPace:
         """Positions ahead that the next round may guess, by whichever source; `next` tells them apart. `tokens`: there
         are so far; `remaining`: may follow at most."""
         self._tokens, self._remaining = tokens, remaining
-        before, self._decision = self._decision, self._pace.decide()
-        self._fresh = before is not None and (before.draft > 0) != (self._decision.draft > 0)
-        draft = min(self._decision.draft, self.reach.draft)
+        before, decision = self._decision, self._pace.decide()
+        if decision is not before:
+            self.report()
+            self._decision = decision
+        self._fresh = before is not None and (before.draft > 0) != (decision.draft > 0)
+        draft = min(decision.draft, self.reach.draft)
         self._probing = not draft and self.reach.draft > 0 and self._pace.may_probe()
         self.next = Reach(self.reach.lookup, 1 if self._probing else draft)
         self._began, self._read = time.perf_counter(), self._reading()
         return max(self.next.lookup, self.next.draft)
+
+    def report(self) -> None:
+        """Have what it got since the last time made use of."""
+        if self._decision is not None:
+            self._pace.learn_outcome(self._decision, self._got)
+            self._got = Got()
 
     def _reading(self) -> tuple[float, float]:
         costs = self._pace.costs
@@ -382,8 +411,7 @@ class RequestPace:
     def settle(self, guesses: Proposal) -> Proposal:
         """What of `guesses` is verified."""
         if self._probing:
-            batch = len(self._pace.running)
-            self._pace.allowance.spend(batch, PROBE, batch * (time.perf_counter() - self._began))
+            self._pace.allowance.spend(len(self._pace.running), PROBE, time.perf_counter() - self._began)
         return guesses.first(self._pace.cap(self, self._expected(guesses)))
 
     def _expected(self, guesses: Proposal) -> Array | None:
@@ -396,12 +424,10 @@ class RequestPace:
 
     def learn(self, guesses: Proposal, verified: Proposal, verdict: Verdict, seconds: float) -> None:
         """`guesses`: as they went to `settle`, which made `verified` of them. `seconds`: that the round took."""
-        assert self._decision is not None
         accepted = len(verdict.path)
         self._pace.round += 1
         prompts, drafts = (now - then for now, then in zip(self._reading(), self._read, strict=True))
-        fresh = self._fresh or self._probing
-        self._pace.learn_outcome(self._decision, 1 + accepted, seconds - prompts, drafts, fresh)
+        self._count(1 + accepted, seconds - prompts, drafts)
         source = _kind(guesses)
         looked_up = self.next.lookup > 0 and "lookup" in self.sources
         if looked_up:
@@ -420,6 +446,15 @@ class RequestPace:
         wanted = self.next.lookup if source == "lookup" else self.next.draft
         if wanted and not self._probing:
             self._pace.filled[source].learn(len(verified.tokens), wanted, FORGET_OVERALL)
+
+    def _count(self, tokens: int, seconds: float, catching_up: float) -> None:
+        got, batch = self._got, len(self._pace.running)
+        got.tokens += tokens
+        got.seconds += seconds / batch
+        if not (self._fresh or self._probing):
+            got.usual_rounds += 1
+            got.usual_tokens += tokens
+            got.usual_seconds += (seconds - catching_up) / batch
 
     def _learn_found(self, source: Source, found: bool) -> None:
         self._found[source].learn(float(found), 1.0)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from specrun.engines.backend import one_sequence_file
 from specrun.engines.manifest import TARGET
@@ -28,6 +27,7 @@ from specrun.engines.signature import (
 from specrun.runner.call_costs import WIDEST_TIMED, CallCosts
 from specrun.runner.kv_cache import KVCache
 from specrun.runner.logits import FUSE, HostLogits
+from specrun.runner.output_buffers import OutputBuffers
 from specrun.runner.session import Output
 from specrun.runner.tree import Ancestry
 
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OrtSession:
-    """Calls of any width. Caches are updated in place; outputs go into buffers as wide as the widest call."""
+    """Calls of any width. Caches are updated in place; each call's outputs overwrite the last one's."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OrtSession:
         self._length = 0
         self._nodes = Ancestry()
         self._dtype = dtype
-        self._buffers: dict[str, Array] = {}
+        self._outputs = OutputBuffers(signature, dtype)
         self._binding = self._session.io_binding()
 
     @property
@@ -120,8 +120,8 @@ class OrtSession:
             inputs[FEATURES] = features[None].astype(self._dtype, copy=False)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
-        logits = self._bind_output(LOGITS, len(rows))
-        hidden = self._bind_output(HIDDEN_STATES, len(tokens)) if self._signature.taps else None
+        logits = self._outputs.bind(self._binding, LOGITS, 1, len(rows))[0]
+        hidden = self._outputs.bind(self._binding, HIDDEN_STATES, 1, len(tokens))[0] if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
         timed = None
@@ -144,16 +144,6 @@ class OrtSession:
             raise AssertionError(f"cannot truncate to {length}: the cache has {self._cache.rows} rows")
         self._length = length
         self._nodes.clear()
-
-    def _bind_output(self, name: str, width: int) -> Array:
-        """Bind a buffer and return what the call will leave there: [width, columns]."""
-        columns = self._signature.outputs()[name][2]
-        assert isinstance(columns, int)  # only the first two axes have names
-        if name not in self._buffers or self._buffers[name].shape[1] < width:
-            self._buffers[name] = np.empty((1, width, columns), self._dtype)
-        view = self._buffers[name][:, :width]
-        self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(view))
-        return np.asarray(view[0])
 
     def _bind_cache(self) -> None:
         for layer, part, buffer in self._cache.buffers(self._signature):

@@ -1,9 +1,9 @@
 """What one generation did, and where its time went."""
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 STAGES = ("prefill", "propose", "verify", "accept", "commit", "text")
@@ -22,18 +22,19 @@ class Statistics:
         self.accepted_at: Counter[int] = Counter()
         self.accepted_of: Counter[str] = Counter()  # by source
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._stages = {stage: _Stage(self, stage) for stage in STAGES}
         self._started = time.perf_counter()
         self.total_seconds = 0.0
 
-    @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            now = time.perf_counter()
-            self.seconds[stage] += now - start
-            self.total_seconds = now - self._started
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """What is done within counts for `stage`."""
+        return self._stages[stage]
+
+    def add(self, stage: str, start: float) -> None:
+        """It took from `start`, by time.perf_counter(), until now."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - start
+        self.total_seconds = now - self._started
 
     def count_round(self, depths: Sequence[int], accepted: int, source: str) -> None:
         """`depths`: of the proposed nodes, from 1; `accepted`: length of the accepted path; `source`: who guessed."""
@@ -74,3 +75,17 @@ class Statistics:
             "acceptance_per_position": self.acceptance_per_position(),
             "seconds": {**self.seconds, "total": self.total_seconds},
         }
+
+
+class _Stage(AbstractContextManager[None]):
+    """Entered several times a round: a generator would take longer than some of what it times."""
+
+    def __init__(self, statistics: Statistics, name: str) -> None:
+        self._statistics, self._name = statistics, name
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._statistics.add(self._name, self._start)

@@ -10,6 +10,9 @@ from specrun.runner.types import ROOT
 Array = np.ndarray[Any, Any]
 
 
+ONE_DEPTH, ONE_NODE = np.zeros(1, np.int64), np.ones((1, 1), bool)  # of plain decoding
+
+
 def padded_mask(mask: Array, before: int, width: int, columns: int) -> Array:
     """The mask of a call of `width` rows of which only the first count: bool [width, columns].
 
@@ -47,10 +50,11 @@ class Ancestry:
         first = len(self._lines)
         for parent in parents:
             self._lines.append([*([] if parent == ROOT else self._lines[parent]), len(self._lines)])
+        if len(self._lines) == 1:
+            return ONE_DEPTH, ONE_NODE
         new = self._lines[first:]
         mask = np.zeros((len(new), len(self._lines)), bool)
-        for row, line in enumerate(new):
-            mask[row, line] = True
+        mask[[row for row, line in enumerate(new) for _ in line], [node for line in new for node in line]] = True
         return np.array([len(line) - 1 for line in new], np.int64), mask
 
     def clear(self) -> None:

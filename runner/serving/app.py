@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from importlib import resources
@@ -59,6 +60,7 @@ def make_app(service: Service, limits: Limits, api_key: str | None, drain_second
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.handover = Handover()
         yield
         finished = await asyncio.to_thread(service.stop, drain_seconds)
         logger.info("stopped%s", "" if finished else "; some requests were not finished")
@@ -86,7 +88,7 @@ def make_app(service: Service, limits: Limits, api_key: str | None, drain_second
             raise RequestError("got stream_options without stream")
         requests = await asyncio.to_thread(body.requests, service.runner, limits.max_tokens)
         replies = Replies(chat, model, service.runner.tokenizer, requests)
-        running = Running(service, metrics, replies, limits.seconds)
+        running = Running(service, metrics, replies, limits.seconds, app.state.handover)
         running.submit()
         if not body.stream:
             await running.whole(request)
@@ -113,7 +115,7 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health", responses={503: {"description": "not able to serve"}})
     async def health() -> JSONResponse:
         """Runs one token through the model."""
-        problem = await _try_one_token(service)
+        problem = await _try_one_token(service, app.state.handover)
         return JSONResponse({"status": problem or "ok"}, 200 if problem is None else 503)
 
     @app.get("/metrics")
@@ -126,12 +128,39 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return HTMLResponse(text)
 
 
+class Handover:
+    """From the engine's thread to that of the event loop. To wake the loop takes longer than anything else about a
+    token, so it is woken once for all that comes before it has looked."""
+
+    def __init__(self) -> None:
+        """For the event loop that runs."""
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._woken = False
+
+    def put(self, queue: "asyncio.Queue[Any]", item: Any) -> None:
+        """From any thread."""
+        self._items.append((queue, item))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._woken = False  # before the items are taken: what is put later wakes again
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
 class Running:
     """The choices of one HTTP request while they are generated."""
 
-    def __init__(self, service: Service, metrics: Metrics, replies: Replies, seconds: float) -> None:
+    def __init__(
+        self, service: Service, metrics: Metrics, replies: Replies, seconds: float, handover: Handover
+    ) -> None:
         self._service, self._metrics, self._replies, self._seconds = service, metrics, replies, seconds
-        self._loop = asyncio.get_running_loop()
+        self._handover = handover
         self._events: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
         self._generations: list[Any] = []
         self._started = time.perf_counter()
@@ -148,11 +177,7 @@ class Running:
             raise
 
     def _sink(self, index: int) -> Callable[[Event | BaseException], None]:
-        def sink(event: Event | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-        return sink
+        return lambda event: self._handover.put(self._events, (index, event))
 
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Until all choices are finished. Raises what ended one of them."""
@@ -224,24 +249,15 @@ async def _disconnected(request: Request) -> None:
             return
 
 
-async def _try_one_token(service: Service) -> str | None:
+async def _try_one_token(service: Service, handover: Handover) -> str | None:
     """What is wrong, or None."""
     if not service.alive or not service.accepting:
         return "shutting down" if service.alive else "the engine's thread has ended"
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Event | BaseException] = loop.create_future()
-
-    def settle(event: Event | BaseException) -> None:
-        if not done.done():
-            done.set_result(event)
-
-    def sink(event: Event | BaseException) -> None:
-        loop.call_soon_threadsafe(settle, event)
-
+    done: asyncio.Queue[Event | BaseException] = asyncio.Queue()
     probe = Generation((0,), max_tokens=1, sampling=Sampling(seed=0), proposer="none")
     try:
-        service.submit(probe, sink, HEALTH_SECONDS)
-        result = await asyncio.wait_for(done, HEALTH_SECONDS)
+        service.submit(probe, lambda event: handover.put(done, event), HEALTH_SECONDS)
+        result = await asyncio.wait_for(done.get(), HEALTH_SECONDS)
     except BusyError:
         return None  # full, and so at work
     except (SpecrunError, TimeoutError) as error:

@@ -26,6 +26,7 @@ from specrun.engines.signature import (
 from specrun.runner.call_costs import WIDE, CallCosts
 from specrun.runner.kv_cache import FIRST_ROWS
 from specrun.runner.logits import FUSE, HostLogits
+from specrun.runner.output_buffers import OutputBuffers
 from specrun.runner.session import Output
 from specrun.runner.session_ort import OrtLoader
 from specrun.runner.slot_session import Rows, SlotCall, Wait
@@ -138,7 +139,7 @@ class BatchEngine:
         self._dtype = dtype
         self._bindings: dict[tuple[int, int], Any] = {}
         self._bound_version = -1
-        self._outputs: dict[str, Array] = {}
+        self._outputs = OutputBuffers(signature, dtype)
 
     def together(self, calls: Sequence[SlotCall]) -> int:
         return len(calls)
@@ -156,8 +157,11 @@ class BatchEngine:
         columns = width + max(call.before for call in calls)
         ids, positions = np.zeros((batch, width), np.int64), np.zeros((batch, width), np.int64)
         mask = np.empty((batch, width, columns), bool)
-        mask[:] = padded_mask(np.zeros((0, 0), bool), 0, width, columns)
-        features = np.zeros((batch, width, self._signature.hidden_size), self._dtype)
+        if len(calls) < batch:
+            mask[:] = padded_mask(np.zeros((0, 0), bool), 0, width, columns)
+        features = None
+        if self._signature.reads_features:
+            features = np.zeros((batch, width, self._signature.hidden_size), self._dtype)
         most = max(call.wanted for call in calls)
         if most == batch == 1:
             most = 2  # as above
@@ -167,7 +171,7 @@ class BatchEngine:
             ids[at, :count] = call.tokens
             positions[at, :count] = call.length + call.depths
             mask[at] = padded_mask(call.mask, call.before, width, columns)
-            if call.features is not None:
+            if features is not None:
                 features[at, :count] = call.features
             rows[at, : call.wanted] = range(count - call.wanted, count)
             self._cache.written[call.slot] = max(self._cache.written[call.slot], call.written + count)
@@ -178,12 +182,12 @@ class BatchEngine:
             CACHE_LENGTH: np.array(written, np.int64),
             TREE_MASK: mask,
             LOGIT_ROWS: rows,
-            **({FEATURES: features} if self._signature.reads_features else {}),
+            **({} if features is None else {FEATURES: features}),
         }
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
-        logits = self._bind_output(binding, LOGITS, batch, most)
-        hidden = self._bind_output(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
+        logits = self._outputs.bind(binding, LOGITS, batch, most)
+        hidden = self._outputs.bind(binding, HIDDEN_STATES, batch, width) if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
         # What slots between them cost is part of it.
@@ -206,16 +210,6 @@ class BatchEngine:
                 binding.bind_ortvalue_input(past(layer, part), buffer)
                 binding.bind_ortvalue_output(present(layer, part), buffer)
         return self._bindings[first, end]
-
-    def _bind_output(self, binding: Any, name: str, batch: int, width: int) -> Array:
-        columns = self._signature.outputs()[name][2]
-        assert isinstance(columns, int)  # only the first two axes have names
-        size = batch * width * columns
-        if name not in self._outputs or self._outputs[name].size < size:
-            self._outputs[name] = np.empty(size, self._dtype)
-        view = self._outputs[name][:size].reshape(batch, width, columns)
-        binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(view))
-        return np.asarray(view)
 
 
 class HostMaker:

@@ -15,6 +15,8 @@ import numpy as np
 from specrun.engines.errors import SpecrunError
 
 PLAIN, AUTO = "plain", "speculative"
+ASKS = 4  # of each client in a burst, at least
+GOLDEN = 0.618034  # multiples of it spread evenly between 0 and 1, however many there are
 HEADER = (
     "prompt set",
     "clients",
@@ -65,7 +67,7 @@ class LoadOptions:
     server: str
     api_key: str | None
     clients: tuple[int, ...] = (1, 4, 16)
-    max_tokens: int = 64
+    max_tokens: int = 64  # on the average
     temperature: float = 0.0
     repeats: int = 2
     rate: float | None = None  # requests that arrive per second; None: a client asks again when it has its answer
@@ -117,9 +119,15 @@ def _body(options: LoadOptions, model: str, prompt: str, mode: str) -> dict[str,
 async def _burst(
     client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], clients: int, rate: float | None
 ) -> Burst:
-    """Each client asks at least twice."""
-    count, burst = max(len(bodies), 2 * clients), Burst()
-    todo = iter(list(itertools.islice(itertools.cycle(bodies), count)))
+    """Answers are as long as wanted, a half more or less: those of one length would end in step without speculation,
+    and only then, which leaves no slot empty."""
+    count, burst = max(len(bodies), ASKS * clients), Burst()
+    todo = iter(
+        [
+            {**body, "max_tokens": max(1, round(body["max_tokens"] * (0.5 + index * GOLDEN % 1)))}
+            for index, body in enumerate(itertools.islice(itertools.cycle(bodies), count))
+        ]
+    )
     start = time.perf_counter()
 
     async def work() -> None:

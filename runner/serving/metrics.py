@@ -42,7 +42,7 @@ class Metrics:
         )
         self._verified_rounds = Gauge(
             "specrun:verified_rounds",
-            "Rounds of the batch by how many guesses of a request were verified at most.",
+            "Rounds of the batch with guesses, by how many of a request were verified at most.",
             ["nodes"],
             registry=registry,
         )

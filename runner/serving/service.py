@@ -118,6 +118,7 @@ class Service:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
+        self._unsent: list[tuple[Sink, Event | BaseException]] = []
         self._accepting = True
         self._stopping = False
         self._ready = threading.Event()
@@ -204,14 +205,23 @@ class Service:
             self._read_inbox()
             self._end_overdue()
             self._start_waiting()
+            if not self._slots.scheduler.idle:
+                self._slots.scheduler.step()
             if self._slots.scheduler.idle:
-                continue
-            self._slots.scheduler.step()
+                self._send()
         for generation in [*self._running, *self._waiting]:
             self._end(generation, StoppedError("the server stopped before the request was finished"))
+        self._send()
+
+    def _send(self) -> None:
+        """Hand over what was decided. It is done at once for all, just before an engine computes: whoever gets it wakes
+        up, and would take the interpreter from the one that has the next call to make ready."""
+        unsent, self._unsent = self._unsent, []
+        for sink, event in unsent:
+            sink(event)
 
     def _load(self) -> None:
-        self._slots = Slots(self.bundle, self._slots_count)
+        self._slots = Slots(self.bundle, self._slots_count, self._send)
         self._pace = Pace(self._slots.costs, self._slots.scheduler.meet, self._trace)
         self._loaders: list[SlotLoader] = [self._slots.loader(slot) for slot in range(self._slots_count)]
         self._base = Runner(self.bundle, self._loaders[0], self._pace)
@@ -272,7 +282,7 @@ class Service:
             reused = loader.recall(tokens, self.prefixes) if request.cache_prompt else 0
             for event in self._runners[generation.slot].stream(request, generation.statistics, reused=reused):
                 tokens.append(event.token.id)
-                generation.sink(event)
+                self._unsent.append((generation.sink, event))
             if request.cache_prompt:
                 loader.remember(tokens, self.prefixes)
         except BaseException as raised:
@@ -281,7 +291,7 @@ class Service:
         if error is not None and not isinstance(error, CancelledError):
             if not isinstance(error, (*CLIENT_ERRORS, StoppedError, DeadlineError)):
                 logger.error("a generation failed: %s: %s", type(error).__name__, error, exc_info=error)
-            generation.sink(error)
+            self._unsent.append((generation.sink, error))
 
     def _end(self, generation: Generation, error: BaseException) -> None:
         if generation.ended:
@@ -291,7 +301,7 @@ class Service:
             if generation in self._waiting:
                 self._waiting.remove(generation)
             if not isinstance(error, CancelledError):
-                generation.sink(error)
+                self._unsent.append((generation.sink, error))
             return
         self._slots.scheduler.cancel(generation.task, error)
 

@@ -45,12 +45,12 @@ class Maker(Protocol):
 class Slots:
     """The engines and caches of a bundle, for several sequences."""
 
-    def __init__(self, bundle: Bundle, count: int) -> None:
-        """Raises UnfitError, or an error of the backend."""
+    def __init__(self, bundle: Bundle, count: int, before_call: Callable[[], None] = lambda: None) -> None:
+        """`before_call`: as `Scheduler` has it. Raises UnfitError, or an error of the backend."""
         self.count = count
         self._made: dict[Path | str, Any] = {}  # by file, and caches by the name of their model
         self._target_file = bundle.engine(TARGET)
-        self.scheduler = Scheduler(lambda: self._made[self._target_file])
+        self.scheduler = Scheduler(lambda: self._made[self._target_file], before_call)
         self.costs = CallCosts()
         self.maker = self._open_maker(bundle)
 

@@ -115,9 +115,9 @@ class World:
     def _settle(self, guessed: list[tuple[RequestPace, Proposal]]) -> list[Proposal]:
         """What of each is verified; each has offered its guesses when the first one goes on."""
         tasks = [greenlet.greenlet(request.settle) for request, _ in guessed]
-        for task, (_, guesses) in zip(tasks, guessed, strict=True):
-            task.switch(guesses)
-        return [task.switch() for task in tasks]
+        at_once = [task.switch(guesses) for task, (_, guesses) in zip(tasks, guessed, strict=True)]
+        # A request without guesses waits for nobody.
+        return [found if task.dead else task.switch() for task, found in zip(tasks, at_once, strict=True)]
 
     def _guesses(self, request: RequestPace) -> tuple[Proposal, float]:
         """And the rate at which they are right."""

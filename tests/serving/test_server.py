@@ -1,5 +1,6 @@
 """`specrun serve` over HTTP: what the openai client sees, side by side requests, and what is refused."""
 
+import asyncio
 import concurrent.futures
 import json
 import threading
@@ -16,7 +17,7 @@ from specrun.runner.commands.exit_codes import EXIT_REFUSED
 from specrun.runner.filters import LogitsError
 from specrun.runner.runner import Request, Runner
 from specrun.runner.sampling import Sampling
-from specrun.runner.serving.app import Limits, make_app
+from specrun.runner.serving.app import Handover, Limits, make_app
 from specrun.runner.serving.service import Service
 from specrun.runner.serving.trace_file import TraceFile
 from tests.serving.conftest import API_KEY, MAX_TOKENS, Server, running
@@ -27,6 +28,34 @@ MESSAGES: list[Any] = [{"role": "user", "content": "the sun rose over the sea an
 def solo_text(solo: Runner, **settings: Any) -> str:
     prompt = solo.encode_messages(MESSAGES)
     return solo.generate(Request(prompt, **settings).plain()).text
+
+
+def test_all_that_is_handed_over_arrives_in_order_however_rarely_the_loop_is_woken() -> None:
+    async def take(count: int) -> tuple[list[list[int]], int]:
+        handover, queues = Handover(), [asyncio.Queue[int]() for _ in range(3)]
+        loop, woken = asyncio.get_running_loop(), 0
+        wake = loop.call_soon_threadsafe
+
+        def counted(*call: Any) -> Any:
+            nonlocal woken
+            woken += 1
+            return wake(*call)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]  # to count
+        for number in range(2):  # before the loop has a chance to look
+            for queue in queues:
+                handover.put(queue, number)
+        at_once = woken
+        rest = [(queue, number) for number in range(2, count) for queue in queues]
+        thread = threading.Thread(target=lambda: [handover.put(queue, number) for queue, number in rest])
+        thread.start()
+        got = [[await queue.get() for _ in range(count)] for queue in queues]
+        thread.join()
+        return got, at_once
+
+    got, woken = asyncio.run(asyncio.wait_for(take(2000), 60))
+    assert got == [list(range(2000))] * 3
+    assert woken == 1
 
 
 def test_the_openai_client_gets_what_plain_decoding_writes(server: Server, solo: Runner) -> None:

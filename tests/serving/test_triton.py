@@ -333,13 +333,16 @@ def test_when_all_is_full_clients_are_told(
     write_repository(bundle, tmp_path / "repository", RepositoryOptions(slots=1, queue=0))
     own = start_triton(tmp_path / "repository")
     url = f"http://{own.http}/v2/models/{MODEL}/generate_stream"
-    with httpx.Client(trust_env=False, timeout=SECONDS) as client, client.stream("POST", url, json=LONG) as reply:
-        lines = reply.iter_lines()
-        assert next(lines).startswith("data: ")
-        status, (refused,) = own.generate({"text_input": PROMPT, "max_tokens": 1})
-        # Over HTTP Triton knows no other status for the first response of a decoupled model.
-        assert (status, "all slots are busy" in refused["error"]) == (400, True)
-        assert next(line for line in lines if line).startswith("data: ")
+    for _ in range(10):  # a busy machine may have written the long answer before the other one asks
+        with httpx.Client(trust_env=False, timeout=SECONDS) as client, client.stream("POST", url, json=LONG) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            status, (answer,) = own.generate({"text_input": PROMPT, "max_tokens": 1})
+            assert next(line for line in lines if line).startswith("data: ")
+        if status != 200:
+            break
+    # Over HTTP Triton knows no other status for the first response of a decoupled model.
+    assert (status, "all slots are busy" in answer.get("error", "")) == (400, True)
 
 
 def test_a_dead_stub_is_noticed_by_the_probe(start_triton: Callable[[Path], Triton], repository: Path) -> None:
