@@ -41,13 +41,18 @@ def test_all_that_is_handed_over_arrives_in_order_however_rarely_the_loop_is_wok
             woken += 1
             return wake(*call)
 
-        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]  # to count
+        loop.call_soon_threadsafe = counted  # type: ignore[assignment, method-assign]  # to count
         for number in range(2):  # before the loop has a chance to look
             for queue in queues:
                 handover.put(queue, number)
         at_once = woken
         rest = [(queue, number) for number in range(2, count) for queue in queues]
-        thread = threading.Thread(target=lambda: [handover.put(queue, number) for queue, number in rest])
+
+        def put_rest() -> None:
+            for queue, number in rest:
+                handover.put(queue, number)
+
+        thread = threading.Thread(target=put_rest)
         thread.start()
         got = [[await queue.get() for _ in range(count)] for queue in queues]
         thread.join()
