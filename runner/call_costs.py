@@ -12,6 +12,7 @@ WIDEST_TIMED = 64  # wider ones would tell little about rounds
 ADAPT_ALL = 0.05  # of a surprise, by which all sizes move together: longer caches, a busier machine
 ADAPT_ONE = 0.1  # of a surprise, by which the size itself moves
 TRUSTED = 20  # calls of a size; more make it no more certain
+REDRAW_EVERY = 8  # calls, once all that it would change is small
 MOST_SURPRISE = 3.0  # a call that took longer by more than this was disturbed
 
 
@@ -56,6 +57,7 @@ class _Curve:
         self._counts: dict[int, int] = {}
         self._scale = 1.0
         self._points: tuple[Array, Array] | None = None
+        self._undrawn = 0  # calls since
 
     @property
     def empty(self) -> bool:
@@ -75,7 +77,9 @@ class _Curve:
             ratio = min(MOST_SURPRISE, max(1 / MOST_SURPRISE, ratio))
             self._scale *= ratio**ADAPT_ALL
             self._seconds[group] *= ratio**pull
-        self._points = None
+        self._undrawn += 1
+        if count <= TRUSTED or self._undrawn >= REDRAW_EVERY:
+            self._points, self._undrawn = None, 0
 
     def predict(self, rows: Array) -> Array:
         if self._points is None:

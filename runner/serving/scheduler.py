@@ -38,7 +38,7 @@ class Scheduler:
 
     def __init__(self, target: Callable[[], SharedEngine], before_call: Callable[[], None]) -> None:
         """`target`: the engine that verifies; its calls wait until no draft is at work, so that they can be joined.
-        `before_call`: is called before each call of an engine."""
+        `before_call`: is called before each of its calls."""
         self._target = target
         self._before_call = before_call
         self._main = greenlet.getcurrent()
@@ -96,7 +96,8 @@ class Scheduler:
         """Serve as many of `group`, who wait for the same engine, as one call can."""
         group = group[: group[0].engine.together([each.call for each in group])]
         self._waiting = [each for each in self._waiting if each not in group]
-        self._before_call()
+        if group[0].engine is self._target():
+            self._before_call()
         try:
             results = group[0].engine.call([each.call for each in group])
         except Exception as error:  # whatever an engine raises ends the generations that asked, and no other
