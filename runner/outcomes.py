@@ -2,7 +2,10 @@
 
 Traffic changes what rounds bring by more than a draft does: prompts that are read in between, how full the batch is. So
 what is learned is a ratio, and only from neighbours: what the first rounds after a change of kind brought of their
-promise, against what the last rounds before it did.
+promise, against what the last rounds before it did. Rounds in which a lookup found something tell nothing of a draft,
+and bring now one token and now ten: they are left out.
+
+A few rounds tell little, so a comparison counts by how sure it is (a Kalman filter of one number).
 """
 
 import math
@@ -11,12 +14,14 @@ from dataclasses import dataclass
 FORGET = 0.98  # per round of a request: what counts as the last rounds
 FEWEST, ENOUGH = 4, 64  # rounds of requests that a comparison is made of
 FAR = 2000  # rounds of requests between neighbours, at most
-LEAST_WEIGHT = 0.25  # of a comparison in the mean of all
+# Logarithms of ratios: how far a promise may be off before anything is known, and how far that changes from one
+# comparison to the next.
+FIRST_DOUBT, DRIFT = 0.1, 0.03
 # A draft that brought more than was promised may bring no more of that in the next traffic; that its promise holds is
 # enough to ask it. One that brought less must not be asked on a promise.
 MOST_PRAISE = 0.05
-SPREADS = {True: 0.7, False: 0.3}  # of what a round with and without a draft brings, relative to the mean
-SURE = 1.5  # times what chance makes of it: a smaller surprise counts by its rounds only
+SPREADS = {True: 0.5, False: 0.15}  # of what a round with and without a draft brings, relative to the mean
+SURPRISE = 2.5  # times what chance makes of it: something has changed, what was known before counts no more
 LARGEST = 0.7  # logarithm of a ratio: what is more is a disturbance
 
 
@@ -45,7 +50,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._stay: _Stay | None = None
-        self._log_ratio, self._comparisons = 0.0, 1  # one that found no difference, to begin with
+        self._log_ratio, self._doubt = 0.0, FIRST_DOUBT**2  # and its variance
 
     def learn(self, drafting: bool, rounds: int, tokens: int, promised: float, now: int) -> None:
         """One request got `tokens` out of rounds that promised `promised` together. `now`: number of the last round."""
@@ -71,17 +76,14 @@ class Outcomes:
         stay.compared = True
         found = math.log(stay.tokens / stay.promised / stay.before) * (1 if stay.drafting else -1)
         found = min(LARGEST, max(-LARGEST, found))
-        chance = math.hypot(
-            SPREADS[stay.drafting] / math.sqrt(stay.count),
-            SPREADS[not stay.drafting] / math.sqrt(stay.rounds_before),
-        )
-        if abs(found - self._log_ratio) < SURE * chance:
-            weight = LEAST_WEIGHT * min(stay.count, stay.rounds_before) / ENOUGH
-        else:
-            self._comparisons += 1
-            weight = max(LEAST_WEIGHT, 1 / self._comparisons)
-        self._log_ratio += weight * (found - self._log_ratio)
-        self._log_ratio = min(MOST_PRAISE, self._log_ratio)
+        chance = SPREADS[stay.drafting] ** 2 / stay.count + SPREADS[not stay.drafting] ** 2 / stay.rounds_before
+        surprise = found - self._log_ratio
+        self._doubt += DRIFT**2
+        if surprise**2 > SURPRISE**2 * (self._doubt + chance):
+            self._doubt = surprise**2 - chance
+        weight = self._doubt / (self._doubt + chance)
+        self._doubt *= 1 - weight
+        self._log_ratio = min(MOST_PRAISE, self._log_ratio + weight * surprise)
 
     @property
     def ratio(self) -> float:

@@ -123,8 +123,10 @@ class Decision:
 
     batch: int  # requests that it was made for
     draft: int  # positions ahead
-    promised: float  # tokens per second of all requests together
-    alternative: float  # of the better way, if this is a try, else of this one
+    # Tokens per second of all requests together: of rounds in which no lookup finds anything, and of the better way,
+    # which is another one if this is a try.
+    promised: float
+    alternative: float
     tries: bool
 
     @property
@@ -158,6 +160,7 @@ class Pace:
         self._since_try = 0  # decisions
         self._probed_at = 0
         self._outcomes: dict[int, Outcomes] = {}  # by size of the batch
+        self._verification: dict[int, tuple[Array | None, float]] = {}  # by requests, since the last decision
         self._offers: dict[RequestPace, Array | None] = {}
         self._cap = 0
 
@@ -194,6 +197,7 @@ class Pace:
             for pace in self.running:
                 pace.report()
             self._decided_at, self._decided_for = self.round, batch.bit_length()
+            self._verification.clear()
             self._decision = self._choose()
             self._trace("draft", reach=self._decision.draft, tries=self._decision.tries)
         self.drafted[self._decision.draft] = self.drafted.get(self._decision.draft, 0) + 1
@@ -204,7 +208,8 @@ class Pace:
         batch = len(self.running)
         if len(reaches) == 1:
             return Decision(batch, 0, 0.0, 0.0, tries=False)
-        promised = self._promises(reaches)
+        found = np.array([pace.found_rate("lookup") for pace in self.running])
+        promised = self._promises(reaches, found)
         with_draft = 1 + int(np.argmax(promised[1:]))
         outcomes = self._outcomes_for(batch)
         rates = [float(promised[at]) * outcomes.kept(at > 0) for at in (0, with_draft)]
@@ -218,7 +223,8 @@ class Pace:
             self.allowance.begin(batch, other)
             chosen = 1 - better
         at = (0, with_draft)[chosen]
-        return Decision(batch, reaches[at], float(promised[at]), rates[better], tries=chosen != better)
+        (without_lookup,) = self._promises([reaches[at]], np.zeros(batch))
+        return Decision(batch, reaches[at], float(without_lookup), rates[better], tries=chosen != better)
 
     def _draft_try_seconds(self, reach: int) -> float:
         """What the drafts of all requests take until the next decision, reading what they missed included."""
@@ -254,11 +260,10 @@ class Pace:
         self.allowance.begin(batch, PROBE)
         return True
 
-    def _promises(self, reaches: list[int]) -> Array:
-        """Tokens per second of all requests together, for a draft that reaches so far. Engines not measured yet cost
-        nothing, so that they are tried."""
+    def _promises(self, reaches: list[int], found: Array) -> Array:
+        """Tokens per second of all requests together, for a draft that reaches so far. `found`: how often the lookup of
+        each finds something. Engines not measured yet cost nothing, so that they are tried."""
         batch = len(self.running)
-        found = np.array([pace.found_rate("lookup") for pace in self.running])
         asked = (1 - found) * np.array([pace.found_rate("draft") for pace in self.running])
         means = np.array([self._mean_lookup(pace) for pace in self.running])
         looked = _gains(np.array([pace.accepted_rate("lookup") for pace in self.running]), means)
@@ -320,14 +325,24 @@ class Pace:
         tokens = batch + np.sum(guesses, axis=0)
         if tokens[-1] <= LEAST_GAIN * batch:  # more rows never cost less
             return 0
-        seconds = self.costs.predict_all(TARGET, batch * (1.0 + np.array(SIZES)))
+        seconds, accepting = self._verification_costs(batch)
         if seconds is None:
             return SIZES[-1]
-        rates = tokens / (seconds + tokens * (self.costs.predict(ACCEPT, 1) or 0.0))
+        rates = tokens / (seconds + tokens * accepting)
         best = int(np.argmax(rates))
         size = SIZES[best] if rates[best] > LEAST_GAIN * rates[0] else 0
         self._trace("verify", nodes=size, gain=round(float(rates[best] / rates[0]), 3))
         return size
+
+    def _verification_costs(self, batch: int) -> tuple[Array | None, float]:
+        """Seconds of a call for each of SIZES, None before any was measured, and of accepting a token."""
+        if batch not in self._verification:
+            seconds = self.costs.predict_all(TARGET, batch * (1.0 + np.array(SIZES)))
+            accepting = self.costs.predict(ACCEPT, 1) or 0.0
+            if seconds is None:
+                return None, accepting
+            self._verification[batch] = seconds, accepting
+        return self._verification[batch]
 
     def _trace(self, event: str, **more: Any) -> None:
         if self.trace is not None:
@@ -426,9 +441,10 @@ class RequestPace:
         """`guesses`: as they went to `settle`, which made `verified` of them. `seconds`: that the round took."""
         accepted = len(verdict.path)
         self._pace.round += 1
-        prompts, drafts = (now - then for now, then in zip(self._reading(), self._read, strict=True))
-        self._count(1 + accepted, seconds - prompts, drafts)
         source = _kind(guesses)
+        prompts, drafts = (now - then for now, then in zip(self._reading(), self._read, strict=True))
+        usual = not (self._fresh or self._probing or (source == "lookup" and guesses.tokens))
+        self._count(1 + accepted, seconds - prompts, drafts, usual)
         looked_up = self.next.lookup > 0 and "lookup" in self.sources
         if looked_up:
             self._learn_found("lookup", source == "lookup" and bool(guesses.tokens))
@@ -447,11 +463,11 @@ class RequestPace:
         if wanted and not self._probing:
             self._pace.filled[source].learn(len(verified.tokens), wanted, FORGET_OVERALL)
 
-    def _count(self, tokens: int, seconds: float, catching_up: float) -> None:
+    def _count(self, tokens: int, seconds: float, catching_up: float, usual: bool) -> None:
         got, batch = self._got, len(self._pace.running)
         got.tokens += tokens
         got.seconds += seconds / batch
-        if not (self._fresh or self._probing):
+        if usual:
             got.usual_rounds += 1
             got.usual_tokens += tokens
             got.usual_seconds += (seconds - catching_up) / batch

@@ -214,8 +214,8 @@ class Service:
         self._send()
 
     def _send(self) -> None:
-        """Hand over what was decided. It is done at once for all, just before the target computes: whoever gets it wakes
-        up, and would take the interpreter from the one that has the next call to make ready."""
+        """Hand over what was decided. It is done at once for all, just before the target computes: whoever gets it
+        wakes up, and would take the interpreter from the one that has the next call to make ready."""
         unsent, self._unsent = self._unsent, []
         for sink, event in unsent:
             sink(event)
