@@ -34,10 +34,11 @@ class LoadError(SpecrunError):
 
 @dataclass
 class Burst:
-    """What one round of requests brought. Times in seconds."""
+    """What one round of requests brought until the first client had nothing more to ask: fewer of them are another
+    load. Times in seconds."""
 
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # 0 until then
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
 
@@ -119,8 +120,8 @@ def _body(options: LoadOptions, model: str, prompt: str, mode: str) -> dict[str,
 async def _burst(
     client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], clients: int, rate: float | None
 ) -> Burst:
-    """Answers are as long as wanted, a half more or less: those of one length would end in step without speculation,
-    and only then, which leaves no slot empty."""
+    """Answers are as long as wanted, a half more or less: without speculation those of one length would end in step,
+    which no traffic does."""
     count, burst = max(len(bodies), ASKS * clients), Burst()
     todo = iter(
         [
@@ -133,6 +134,7 @@ async def _burst(
     async def work() -> None:
         for body in todo:
             await _ask(client, body, burst)
+        burst.seconds = burst.seconds or time.perf_counter() - start
 
     if rate is None:
         await asyncio.gather(*(work() for _ in range(clients)))
@@ -142,7 +144,7 @@ async def _burst(
             tasks.append(asyncio.create_task(_ask(client, body, burst)))
             await asyncio.sleep(1 / rate)
         await asyncio.gather(*tasks)
-    burst.seconds = time.perf_counter() - start
+        burst.seconds = time.perf_counter() - start
     return burst
 
 
@@ -156,6 +158,8 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], burst: Burst) ->
             if "error" in piece:
                 raise LoadError(f"the server broke off: {piece['error']['message']}")
             if "specrun" not in piece:  # the role, before the first token
+                continue
+            if burst.seconds:
                 continue
             now = time.perf_counter()
             (burst.first if first else burst.between).append(now - before)
