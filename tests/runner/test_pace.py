@@ -238,6 +238,16 @@ def test_what_did_not_pay_once_is_tried_again_in_a_batch() -> None:
     assert world.rounds(500).gain > 1.1
 
 
+def test_lucky_lookups_do_not_turn_a_good_draft_off() -> None:
+    """They bring several tokens at once, in rounds with a draft and without."""
+    shares = []
+    for seed in range(6):
+        world = World(0.45, 2e-3, found=0.1, lookup_rate=0.95)
+        world.rng = np.random.default_rng(seed)
+        shares.append(world.rounds(1200).drafting)
+    assert np.mean(shares) > 0.7, shares
+
+
 def test_few_good_guesses_do_not_widen_a_large_batch() -> None:
     """A row for one request is a row for all: what pays alone does not among sixteen."""
     alone, many = (World(0.0, 5e-3, batch, found=0.1, lookup_rate=0.8) for batch in (1, 16))
