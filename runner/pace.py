@@ -126,7 +126,7 @@ class Pace:
         self._since_try = 0  # decisions
         self._probed_at = 0
         self._outcomes: dict[int, Outcomes] = {}  # by size of the batch
-        self._verification: dict[int, tuple[Array | None, float]] = {}  # by requests, since the last decision
+        self._verification: dict[int, tuple[Array, float]] = {}  # by requests, since the last decision
         self._offers: dict[RequestPace, Array | None] = {}
         self._cap = 0
 

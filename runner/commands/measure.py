@@ -68,7 +68,9 @@ def verify(bundle: Path, prompt_set: str | None, max_tokens: int, as_json: bool)
 @click.option("--temperature", "temperatures", type=float, multiple=True, help="May be repeated; default: 0.")
 @filter_options
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option(
+    "--max-tokens", type=int, default=128, show_default=True, help="Of each output; with --server on the average."
+)
 @click.option("--repeats", type=int, default=3, show_default=True, help="Timed runs per prompt; medians are taken.")
 @click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML page with plots to this file.")
 @click.option("--server", help="URL of a running server, instead of BUNDLE: measure it under load.")

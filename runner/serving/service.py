@@ -118,7 +118,7 @@ class Service:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
-        self._unsent: list[tuple[Sink, Event | BaseException]] = []
+        self._unsent: list[tuple[Generation, Event | BaseException]] = []
         self._accepting = True
         self._stopping = False
         self._ready = threading.Event()
@@ -217,8 +217,12 @@ class Service:
         """Hand over what was decided. It is done at once for all, just before the target computes: whoever gets it
         wakes up, and would take the interpreter from the one that has the next call to make ready."""
         unsent, self._unsent = self._unsent, []
-        for sink, event in unsent:
-            sink(event)
+        for generation, event in unsent:
+            try:
+                generation.sink(event)
+            except Exception as error:  # of one client; the others must not notice
+                logger.error("an answer could not be handed over: %s", error, exc_info=error)
+                self.cancel(generation)
 
     def _load(self) -> None:
         self._slots = Slots(self.bundle, self._slots_count, self._send)
@@ -282,7 +286,7 @@ class Service:
             reused = loader.recall(tokens, self.prefixes) if request.cache_prompt else 0
             for event in self._runners[generation.slot].stream(request, generation.statistics, reused=reused):
                 tokens.append(event.token.id)
-                self._unsent.append((generation.sink, event))
+                self._unsent.append((generation, event))
             if request.cache_prompt:
                 loader.remember(tokens, self.prefixes)
         except BaseException as raised:
@@ -291,7 +295,7 @@ class Service:
         if error is not None and not isinstance(error, CancelledError):
             if not isinstance(error, (*CLIENT_ERRORS, StoppedError, DeadlineError)):
                 logger.error("a generation failed: %s: %s", type(error).__name__, error, exc_info=error)
-            self._unsent.append((generation.sink, error))
+            self._unsent.append((generation, error))
 
     def _end(self, generation: Generation, error: BaseException) -> None:
         if generation.ended:
@@ -301,7 +305,7 @@ class Service:
             if generation in self._waiting:
                 self._waiting.remove(generation)
             if not isinstance(error, CancelledError):
-                self._unsent.append((generation.sink, error))
+                self._unsent.append((generation, error))
             return
         self._slots.scheduler.cancel(generation.task, error)
 

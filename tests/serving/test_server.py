@@ -30,6 +30,27 @@ def solo_text(solo: Runner, **settings: Any) -> str:
     return solo.generate(Request(prompt, **settings).plain()).text
 
 
+def test_a_receiver_that_fails_ends_its_own_request_only(server: Server, solo: Runner) -> None:
+    service, ended = server.service, threading.Event()
+    request = Request(solo.encode_messages(MESSAGES), max_tokens=60)
+    got: list[Any] = []
+
+    def fail(event: Any) -> None:
+        raise OSError("the pipe is broken")
+
+    def take(event: Any) -> None:
+        got.append(event)
+        if event.finish_reason is not None:
+            ended.set()
+
+    broken, good = service.submit(request, fail, 60), service.submit(request, take, 60)
+    assert ended.wait(60)
+    assert tuple(event.token.id for event in got) == solo.generate(request.plain()).ids
+    assert broken.ended
+    assert good.statistics.emitted > broken.statistics.emitted
+    assert service.alive
+
+
 def test_all_that_is_handed_over_arrives_in_order_however_rarely_the_loop_is_woken() -> None:
     async def take(count: int) -> tuple[list[list[int]], int]:
         handover, queues = Handover(), [asyncio.Queue[int]() for _ in range(3)]
