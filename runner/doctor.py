@@ -11,6 +11,7 @@ import onnxruntime as ort
 from specrun.engines.accept_kernels import architecture_here
 from specrun.engines.memory import GIB, available_bytes
 from specrun.engines.ort import usable_cores
+from specrun.engines.processor import sums_8_bit_products_exactly
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "safetensors", "gguf", "accelerate")
 # As in pyproject.toml: the first release that the graph contract (opset 24) is tested with.
@@ -34,6 +35,11 @@ def examine() -> list[Finding]:
         Finding("specrun", _version("specrun") or "not installed", True),
         Finding("python", platform.python_version(), True),
         Finding("processor", f"{platform.machine()}, {usable_cores()} of {os.cpu_count()} cores usable", True),
+        Finding(
+            "products in 8 bits",
+            "fast" if sums_8_bit_products_exactly() else "without VNNI, somewhat slower to stay exact",
+            True,
+        ),
         Finding("memory available", "unknown" if memory is None else f"{memory / GIB:.1f} GiB", True),
         Finding("run on ONNX Runtime (CPU)", f"onnxruntime {ort.__version__}", can_run()),
         Finding("export and build", _missing(missing) if missing else f"torch {_version('torch')}", not missing),
