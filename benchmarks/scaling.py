@@ -16,6 +16,7 @@ from statistics import median
 import click
 import numpy as np
 
+from specrun.engines.backend import LEAST_ROWS
 from specrun.engines.manifest import TARGET, Bundle
 from specrun.runner.bench import align
 from specrun.runner.call_costs import CallCosts
@@ -69,14 +70,14 @@ def main(path: Path, repeats: int) -> None:
 
 def _session(bundle: Bundle, capacity: int) -> OrtSession:
     target = bundle.manifest.target
-    cache = KVCache(target.signature, target.cache_dtype, capacity, spare_rows=1)
+    cache = KVCache(target.signature, target.cache_dtype, capacity, spare_rows=LEAST_ROWS - 1)
     return OrtSession(
         bundle.engine(TARGET),
         target.signature,
         cache,
         target.cache_dtype,
         target.vocabulary_size,
-        no_single_rows=bundle.manifest.quantized,
+        least_rows=LEAST_ROWS if bundle.manifest.quantized else 1,
     )
 
 

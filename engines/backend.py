@@ -12,6 +12,9 @@ GPU_BACKENDS = (ORT_CUDA, TENSORRT, TENSORRT_RTX)
 # Engines of a model: itself, the same with layers left out, and what fuses the states that an EAGLE-3 head reads.
 MODEL, EARLY_EXIT_MODEL, FUSE = "model", "early_exit", "fuse"
 
+# Rows that quantized engines for one sequence write into the KV cache at least (engines/one_sequence.py).
+LEAST_ROWS = 2
+
 
 def one_sequence_file(engine: Path) -> Path:
     """The file beside `engine` that holds the same model for calls of one sequence, where there is one."""

@@ -105,7 +105,7 @@ class Compiler:
             attend_in_several_rows(source, general)
         ort.compile_graph(general, engine, self.backend)
         _describe(engine).write(engine)
-        if one_sequence and use_group_query_attention(source):
+        if one_sequence and use_group_query_attention(source, never_one_row=precision.quantized):
             one = one_sequence_file(engine)
             ort.compile_graph(source, one)
             share_weights(one, engine)

@@ -3,6 +3,10 @@
 GroupQueryAttention takes query, key and value as one product gives them, rotates them, writes the KV cache and attends,
 in time that follows the committed length; the ten operators that it replaces go through all rows of the cache. It takes
 several tokens of one sequence only, so a bundle holds both engines, on the same weights.
+
+A single token it rounds otherwise than several, by a millionth, which is enough to make a quantized activation fall on
+the next level. Where that matters it gets a second row, of zeros, which nothing sees. All other operators give a row
+the same bits, however many others there are, and go on with one.
 """
 
 import logging
@@ -14,14 +18,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from specrun.engines.backend import LEAST_ROWS
 from specrun.engines.cpu_fusion import CONTRIB
 from specrun.engines.joined_products import constant, producer
 from specrun.engines.signature import CACHE_LENGTH, INPUT_IDS
 
 
-def use_group_query_attention(graph: Path) -> bool:
+def use_group_query_attention(graph: Path, never_one_row: bool) -> bool:
     """Rewrite `graph`, with joined products, in place; its weights stay where they are. Returns whether it could be
-    done: an attention of another kind leaves the graph as it was."""
+    done: an attention of another kind leaves the graph as it was.
+
+    `never_one_row`: single tokens are to have the same bits as several. The KV cache needs a row beside theirs for it.
+    """
     model = ir.load(graph)
     attentions = [node for node in model.graph if node.op_type == "Attention"]
     found = [_JoinedAttention.of(node) for node in attentions]
@@ -30,7 +38,7 @@ def use_group_query_attention(graph: Path) -> bool:
         if found:
             logger.info("%s: attention of this kind stays several operators", graph.parent.name)
         return False
-    shared = _Shared(model.graph, parts[0].mask)
+    shared = _Shared(model.graph, parts[0].mask, never_one_row)
     for part in parts:
         _replace(model.graph, part, shared)
     model.opset_imports[CONTRIB] = 1
@@ -106,20 +114,28 @@ def _number(node: ir.Node, name: str) -> Any:
 class _Shared:
     """What all layers read: lengths, and the mask as numbers to add."""
 
-    def __init__(self, graph: ir.Graph, mask: ir.Value) -> None:
+    def __init__(self, graph: ir.Graph, mask: ir.Value, never_one_row: bool) -> None:
         inputs = {value.name: value for value in graph.inputs}
         self._graph = graph
         self._length = inputs[CACHE_LENGTH]
         self._count = 0
-        tokens = self.node("Shape", [inputs[INPUT_IDS]], start=1, end=2)
+        self._tokens = self.node("Shape", [inputs[INPUT_IDS]], start=1, end=2)
         self._zero = self.constant(np.array([0], np.int64))
-        in_all = self.node("Add", [self._length, tokens])
+        self._one = self.constant(np.array([1], np.int64))
+        rows, self._added = self._tokens, None
+        if never_one_row:
+            rows = self.node("Max", [self._tokens, self.constant(np.array([LEAST_ROWS], np.int64))])
+            self._added = self.node("Sub", [rows, self._tokens])
+            self._row_pads = self._pads(rank=3, axis=1, count=self._added)
+        in_all = self.node("Add", [self._length, rows])
         self.total = self.node("Cast", [in_all], to=int(ir.DataType.INT32))
         self.last = self.node("Sub", [self.total, self.constant(np.array([1], np.int32))])
         seen = self.node("Slice", [mask, self._zero, in_all, self.constant(np.array([3], np.int64))])
         visible, hidden = (self.constant(np.array(value, np.float32)) for value in (0, -np.inf))
         self.bias = self.node("Where", [seen, visible, hidden])
-        count = self.node("Squeeze", [tokens])
+        if self._added is not None:
+            self.bias = self.node("Pad", [self.bias, self._pads(rank=4, axis=2, count=self._added)])
+        count = self.node("Squeeze", [rows])
         numbers = self.node("Range", [self.constant(np.array(0)), count, self.constant(np.array(1))])
         self.positions = self.node("Unsqueeze", [numbers, self._zero])
         self._tables: dict[ir.Value, ir.Value] = {}
@@ -131,10 +147,23 @@ class _Shared:
             return None
         if angles not in self._tables:
             rows = self.node("Squeeze", [angles, self._zero])
-            two = self.constant(np.array([0, 0], np.int64))
-            missing = self.node("Concat", [two, self._length, self._zero], axis=0)
-            self._tables[angles] = self.node("Pad", [rows, missing])
+            missing = self._length if self._added is None else self.node("Add", [self._length, self._added])
+            self._tables[angles] = self.node("Pad", [rows, self._pads(rank=2, axis=0, count=missing)])
         return self._tables[angles]
+
+    def rows(self, joined: ir.Value) -> ir.Value:
+        """`joined` [1, tokens, columns] with the rows that attention takes."""
+        return joined if self._added is None else self.node("Pad", [joined, self._row_pads])
+
+    def tokens(self, attended: ir.Value) -> ir.Value:
+        """Those rows of `attended` [1, rows, columns] that are tokens."""
+        return attended if self._added is None else self.node("Slice", [attended, self._zero, self._tokens, self._one])
+
+    def _pads(self, rank: int, axis: int, count: ir.Value) -> ir.Value:
+        """What Pad wants, for `count` [1] more at the end of `axis`."""
+        before, behind = rank + axis, rank - axis - 1
+        zeros = [self.constant(np.zeros(length, np.int64)) for length in (before, behind)]
+        return self.node("Concat", [zeros[0], count, zeros[1]], axis=0)
 
     def constant(self, values: Any) -> ir.Value:
         self._count += 1
@@ -161,7 +190,7 @@ def _replace(graph: ir.Graph, part: _JoinedAttention, shared: _Shared) -> None:
     positions = None if part.cos is None else shared.positions
     node = ir.node(
         "GroupQueryAttention",
-        [part.joined, None, None, *caches, *lengths, *tables, positions, shared.bias],
+        [shared.rows(part.joined), None, None, *caches, *lengths, *tables, positions, shared.bias],
         attributes=attributes,
         domain=CONTRIB,
         num_outputs=3,
@@ -169,7 +198,7 @@ def _replace(graph: ir.Graph, part: _JoinedAttention, shared: _Shared) -> None:
     )
     graph.append(node)
     replaced = (part.output, *(update.outputs[0] for update in part.updates))
-    for old, new in zip(replaced, node.outputs, strict=True):
+    for old, new in zip(replaced, (shared.tokens(node.outputs[0]), *node.outputs[1:]), strict=True):
         new.name, new.type, new.shape = old.name, old.type, old.shape
         old.name = f"{old.name}.replaced"
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

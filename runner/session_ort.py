@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specrun.engines.backend import one_sequence_file
+from specrun.engines.backend import LEAST_ROWS, one_sequence_file
 from specrun.engines.manifest import TARGET
 from specrun.engines.ort import load_engine
 from specrun.engines.signature import (
@@ -45,7 +45,7 @@ class OrtSession:
         dtype: str,
         vocabulary_size: int,
         ids: Array | None = None,
-        no_single_rows: bool = False,
+        least_rows: int = 1,
         name: str = TARGET,
         costs: CallCosts | None = None,
     ) -> None:
@@ -53,9 +53,7 @@ class OrtSession:
         layers with. `dtype`: NumPy name of the type of its logits. `vocabulary_size`: logits beyond it are cut off
         (padding, tokens that a partner model lacks). `ids`: the token of each logit, of a draft with a reduced
         vocabulary.
-        `no_single_rows`: never call the engine for one sequence with one token. It rounds such a call otherwise than
-        wider ones, by a millionth, which is enough to make a quantized activation fall on the next level; the cache
-        needs a spare row for it.
+        `least_rows`: that a call writes into the cache, whatever its tokens; see `engines/one_sequence.py`.
         `name`: of the model, for `costs`."""
         one = one_sequence_file(engine)
         self._session = load_engine(one if one.is_file() else engine)
@@ -63,7 +61,7 @@ class OrtSession:
         self._vocabulary_size = vocabulary_size
         self._ids = ids
         self._cache = cache
-        self._no_single_rows = no_single_rows and one.is_file()
+        self._least_rows = least_rows
         self._name, self._costs = name, costs
         self._cache_version = -1
         self._length = 0
@@ -100,13 +98,7 @@ class OrtSession:
         depths, mask = self._nodes.add(parents)
         count = len(tokens)
         wanted = count if wanted is None else wanted
-        rows = np.arange(count - wanted, count)
-        if self._no_single_rows and count == 1:
-            # A second row that sees itself alone; nothing sees it, and the next call overwrites it.
-            tokens, depths, mask = [*tokens, *tokens], np.repeat(depths, 2), np.pad(mask, ((0, 1), (0, 1)))
-            mask[1] = [False] * (mask.shape[1] - 1) + [True]
-            rows = np.arange(2) if len(rows) else rows
-        self._cache.reserve(written, written + len(tokens))
+        self._cache.reserve(written, written + max(count, self._least_rows))
         if self._cache.version != self._cache_version:
             self._bind_cache()
         inputs = {
@@ -114,23 +106,23 @@ class OrtSession:
             POSITION_IDS: (self._length + depths)[None],
             CACHE_LENGTH: np.array([written], np.int64),
             TREE_MASK: mask[None],
-            LOGIT_ROWS: rows[None],
+            LOGIT_ROWS: np.arange(count - wanted, count)[None],
         }
         if features is not None:
             inputs[FEATURES] = features[None].astype(self._dtype, copy=False)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
-        logits = self._outputs.bind(self._binding, LOGITS, 1, len(rows))[0]
-        hidden = self._outputs.bind(self._binding, HIDDEN_STATES, 1, len(tokens))[0] if self._signature.taps else None
+        logits = self._outputs.bind(self._binding, LOGITS, 1, wanted)[0]
+        hidden = self._outputs.bind(self._binding, HIDDEN_STATES, 1, count)[0] if self._signature.taps else None
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
         timed = None
         if self._costs is not None:
-            self._costs.call(self._name, 1, len(tokens), time.perf_counter() - start)
+            self._costs.call(self._name, 1, count, time.perf_counter() - start)
             timed = self._costs.observe
         return Output(
-            HostLogits(logits[:wanted, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, timed),
-            None if hidden is None else hidden[:count].astype(np.float32, copy=False),
+            HostLogits(logits[:, : self._vocabulary_size].astype(np.float32, copy=False), self._ids, timed),
+            None if hidden is None else hidden.astype(np.float32, copy=False),
         )
 
     def keep(self, nodes: Sequence[int]) -> None:
@@ -155,12 +147,13 @@ class OrtSession:
 class OrtLoader:
     """Loads engines for ONNX Runtime's CPU provider; what `runner/loader.py` asks for."""
 
-    def __init__(self, no_single_rows: bool, costs: CallCosts) -> None:
-        """`no_single_rows`: of the target, see `OrtSession`. `costs`: gets the time of each call."""
-        self._no_single_rows, self._costs = no_single_rows, costs
+    def __init__(self, quantized: bool, costs: CallCosts) -> None:
+        """`quantized`: the bundle. `costs`: gets the time of each call."""
+        self._least_rows = LEAST_ROWS if quantized else 1
+        self._costs = costs
 
     def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> KVCache:
-        return KVCache(signature, dtype, capacity, spare_rows=1 if self._no_single_rows else 0)
+        return KVCache(signature, dtype, capacity, spare_rows=self._least_rows - 1)
 
     def target(
         self, engine: Path, signature: Signature, cache: KVCache, dtype: str, vocabulary_size: int
@@ -171,7 +164,7 @@ class OrtLoader:
             cache,
             dtype,
             vocabulary_size,
-            no_single_rows=self._no_single_rows,
+            least_rows=self._least_rows,
             costs=self._costs,
         )
 
@@ -185,7 +178,9 @@ class OrtLoader:
         vocabulary_size: int,
         ids: Array | None = None,
     ) -> OrtSession:
-        return OrtSession(engine, signature, cache, dtype, vocabulary_size, ids, name=name, costs=self._costs)
+        return OrtSession(
+            engine, signature, cache, dtype, vocabulary_size, ids, self._least_rows, name=name, costs=self._costs
+        )
 
     def heads(
         self, name: str, engine: Path, shape: tuple[int, int, int], dtype: str, vocabulary_size: int, ids: Array | None

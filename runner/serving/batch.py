@@ -218,7 +218,7 @@ class HostMaker:
     def __init__(self, bundle: Bundle, slots: int, costs: CallCosts, wait: Wait) -> None:
         self._slots, self._costs, self._wait = slots, costs, wait
         self._widest = max(bundle.manifest.widths)
-        self._host = OrtLoader(no_single_rows=False, costs=costs)
+        self._host = OrtLoader(quantized=False, costs=costs)
 
     def cache(self, name: str, signature: Signature, dtype: str, capacity: int) -> BatchCache:
         return BatchCache(signature, dtype, capacity, self._slots, self._widest)

@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from specrun.engines import ort
+from specrun.engines.backend import LEAST_ROWS
 from specrun.engines.card import ExportCard
 from specrun.engines.compiler import Compiler
 from specrun.engines.manifest import ENGINE_FILE, TARGET
@@ -136,6 +137,23 @@ def test_a_single_token_gets_the_same_bits_as_several(
         several = np.stack([rows.copy() for rows in logits_of(batch, TEXT[1:6], len(tokens))])
         for count in (1, 2, 4):
             assert (np.stack(logits_of(batch, TEXT[1 : 1 + count], len(tokens))) == several[:, :count]).all()
+
+
+def test_a_single_token_of_one_sequence_gets_the_same_bits_as_several(
+    exported: tuple[str, Path, Signature], tmp_path: Path
+) -> None:
+    """In quantized engines, up to the last row of the cache."""
+    _, graph, signature = exported
+    engine = tmp_path / "engine" / "model.onnx"
+    compile_for_cpu(graph, engine, "int8-weights")
+    cache = KVCache(signature, "float32", len(TEXT), spare_rows=LEAST_ROWS - 1)
+    session = OrtSession(engine, signature, cache, "float32", tiny.VOCABULARY_SIZE, least_rows=LEAST_ROWS)
+    logits = session.grow(TEXT, range(-1, len(TEXT) - 1)).logits
+    several = [logits.row(index).copy() for index in range(len(TEXT))]
+    session.truncate(0)
+    for token, wanted in zip(TEXT, several, strict=True):
+        assert (session.grow([token], [-1]).logits.row(0) == wanted).all()
+        session.keep([0])
 
 
 @pytest.mark.parametrize("exported", ["smollm2", "gemma2", "gpt2"], indirect=True)

@@ -1,6 +1,7 @@
 """Products in 8 bits are the same numbers on every processor."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -48,7 +49,7 @@ def test_the_largest_products_do_not_overflow(width: int, tmp_path: Path) -> Non
 
 def _compiled(weights: "np.ndarray[tuple[int, int], np.dtype[np.int8]]", directory: Path) -> InferenceSession:
     """An engine with one product, both sides of it in 8 bits with a scale of one."""
-    initializers = {
+    initializers: dict[str, np.ndarray[Any, Any]] = {
         "scale": np.array(1, np.float32),
         "zero": np.array(128, np.uint8),
         "weights": weights,
