@@ -45,10 +45,10 @@ def load_engine(engine: Path) -> ort.InferenceSession:
     turn, take the cores from each other: calls took twice as long. (A pool for the whole process would be faster by
     another 5 %, but forbids sessions of its own to whoever embeds the runner.)
 
-    Products in 8 bits give the same numbers on every processor. Where sums of signed weights would overflow, ONNX
-    Runtime rewrites them as unsigned ones, which cost up to a tenth more there. It would do so on processors that need
-    it not, too, and only together with its other optimizations, of which nothing is left to do but a third of a second
-    of looking. Raises EngineError.
+    Products in 8 bits are exact on every processor. Where sums of signed weights would overflow, ONNX Runtime rewrites
+    them as unsigned ones, which are slower in wide calls. It would do so on processors that need it not, too, and only
+    together with its other optimizations, of which nothing is left to do but a third of a second of looking. Raises
+    EngineError.
     """
     options = _options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
